@@ -1,4 +1,7 @@
-"""Files that tools leave: each is there whole, in the place of what had its name, and never behind a link."""
+"""The output of tools: what they say while they work, and the files that they leave.
+
+Each file is there whole, in the place of what had its name, and never behind a link.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,31 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from fsdp2.checkpoint.files import LocalFiles, publish
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.directory.lock import new_folder
+from fsdp2.run.directory.marker import environment
 from fsdp2.units import tell
+
+
+def clock(stream: TextIO | None = None) -> Callable[[str], None]:
+    """A function that prints a line to a stream, stdout by default, after the seconds since this call."""
+    began = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"[{time.monotonic() - began:4.0f} s] {text}", file=stream, flush=True)
+
+    return say
+
+
+def facts(command: str, ranks: int) -> dict[str, Any]:
+    """The command, the date and the environment of what a tool measures."""
+    return {"command": command, "date": time.strftime("%Y-%m-%d"), **environment(ranks)}
 
 
 def folder(out: str | Path | None, flag: str = "--out", below: str = ".") -> Path:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ if __name__ == "__main__":
     early.answer(parse)
 
 from fsdp2.options.errors import require
-from fsdp2.run.directory.marker import environment
 from fsdp2.run.process import ending
 from fsdp2.run.process.group import RunStopped
 from fsdp2.units import short
@@ -42,18 +40,12 @@ def main(arguments: Sequence[str] | None = None) -> list[Measured]:
     out = results.folder(options["out"], below="comparisons")
     steps, repeats = options["steps"], options["repeats"]
     warm_up = min(WARM_UP, steps // 2)
-    began = time.monotonic()
-
-    def say(text: str) -> None:
-        print(f"[{time.monotonic() - began:4.0f} s] {text}", flush=True)
-
-    load = os.getloadavg()[0]
+    say, load = results.clock(), os.getloadavg()[0]
     with results.temporary() as folder:
         found = measure(table, folder, steps=steps, warm_up=warm_up, repeats=repeats, say=say)
+    words = arguments if arguments is not None else sys.argv[1:]
     facts = {
-        "command": "python -m fsdp2.compare " + shlex.join(arguments if arguments is not None else sys.argv[1:]),
-        "date": time.strftime("%Y-%m-%d"),
-        **environment(options["nproc"]),
+        **results.facts(f"python -m fsdp2.compare {shlex.join(words)}", options["nproc"]),
         "load before": f"{load:.1f} processes",
         "measured": f"{repeats} × {steps} steps a row, the rows in turn; {warm_up} of warming up left out",
     }

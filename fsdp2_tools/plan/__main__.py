@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -72,14 +71,9 @@ class Asked:
 
 def main(arguments: Sequence[str] | None = None) -> list[Plan]:
     """Plan, print, and return the plans. Raises ConfigError for flags that make no sense."""
-    asked, began = read(arguments), time.monotonic()
-
-    def say(text: str) -> None:
-        if not asked.as_json:
-            print(f"[{time.monotonic() - began:4.0f} s] {text}", file=sys.stderr, flush=True)
-
-    # torch warns of things that a process without a device does.
-    warnings.simplefilter("ignore")
+    asked = read(arguments)
+    say: Say = (lambda text: None) if asked.as_json else results.clock(sys.stderr)
+    warnings.simplefilter("ignore")  # torch warns of things that a process without a device does
     if asked.trials is not None:
         assert asked.gpu is not None
         trials = calibration.read(asked.trials, asked.gpu, asked.config, say)

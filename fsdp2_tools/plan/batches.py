@@ -18,6 +18,8 @@ from fsdp2.models.spec import ModelSpec
 from fsdp2.run.process.runtime import World
 from fsdp2_extra.allocations.ledger import Ledger
 
+MICROBATCHES = 3  # of a step that are executed, at most
+
 
 def order(config: Config) -> Tensor:
     """The order of an epoch's samples, which a rank holds while it trains; empty where their number isn't known."""
@@ -44,7 +46,7 @@ def microbatches(config: Config, spec: ModelSpec, world: World, ledger: Ledger) 
     count = config.global_batch(world.world_size)
     share = world.share(config.tp, config.sp)
     sizes = sampler.microbatch_sizes(count, share.index, share.of, config.grad_accumulation)
-    sizes = sizes if len(sizes) <= 3 else [*sizes[:2], sizes[-1]]
+    sizes = sizes if len(sizes) <= MICROBATCHES else [*sizes[:2], sizes[-1]]
     for index, size in enumerate(sizes):
         batch = made_up(config, spec, size, count, last=index == len(sizes) - 1)
         ledger.mark("data", _tensors(batch))

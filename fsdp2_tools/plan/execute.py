@@ -94,12 +94,12 @@ class Runs:
 
 def run(config: Config, ranks: int, rank: int, *, gloo: bool) -> Runs:
     """Execute `config` as one rank of many, as `execute` does and raising what it raises."""
-    there = depths(config)
-    if there is None:
+    depth = depths(config)
+    if depth is None:
         return Runs(execute(config, ranks, rank, gloo=gloo), None, 0)
-    whole, short, longer = there
-    one, done = (execute(config, ranks, rank, count, gloo=gloo) for count in (short, longer))
-    return Runs(done, one, (whole - longer) // (longer - short))
+    whole, fewer, more = depth
+    short, longer = (execute(config, ranks, rank, count, gloo=gloo) for count in (fewer, more))
+    return Runs(longer, short, (whole - more) // (more - fewer))
 
 
 def execute(config: Config, ranks: int, rank: int, blocks: int | None = None, *, gloo: bool = True) -> Execution:
@@ -128,12 +128,10 @@ def execute(config: Config, ranks: int, rank: int, blocks: int | None = None, *,
 
         tables()
 
-    def executed() -> Execution:
-        alike = fake.fake_group(rank, ranks), fake.propagation_told(FakeLedger.look_away), kernels(config.attention)
-        with ExitStack() as modes:
-            for one in alike:
-                modes.enter_context(one)
-            return _execute(config, world, device, ledger, modes, blocks)
+    def on_rank() -> Execution:
+        told = fake.propagation_told(FakeLedger.look_away)
+        with fake.fake_group(rank, ranks), told, kernels(config.attention), ExitStack() as modes:
+            return _steps(config, world, device, ledger, modes, blocks)
 
     with fake.fake_mode():
         pass  # torch 2.11 crashes once the first thread that has entered it ends, so that one is this thread
@@ -141,7 +139,7 @@ def execute(config: Config, ranks: int, rank: int, blocks: int | None = None, *,
         # In a thread of its own: DTensor remembers what it has made of a mesh for the life of a thread, and would find
         # the groups of another rank.
         with ThreadPoolExecutor(1, "rank") as thread:
-            return thread.submit(executed).result()
+            return thread.submit(on_rank).result()
     except RuntimeError as error:
         reads = isinstance(error, fake.data_dependent())
         if not reads and not ledger.module:
@@ -173,7 +171,7 @@ def _attending(config: Config, *, gloo: bool) -> Config:
     return dataclasses.replace(config, attention="math" if config.attention == "math" else "auto")
 
 
-def _execute(
+def _steps(
     config: Config, world: World, device: torch.device, ledger: FakeLedger, modes: ExitStack, blocks: int | None
 ) -> Execution:
     spec = config.spec
@@ -181,7 +179,7 @@ def _execute(
     ledger.values = values
     load = starting_from(config, starting, STEPS, values) if config.weights is not None else None
     gathers = gathers_full_model(config)  # before tensors are fake, and watched: it builds the whole model
-    engine = make_engine(config, spec, world, device, modes, values, blocks, load)
+    engine = engine_without_values(config, spec, world, device, modes, values, blocks, load)
     if config.model.startswith("hf:"):
         modes.enter_context(fake.seen_by_transformers(values))
     recorder = Recorder(engine, device, {"rank": world.rank}, None, None)
@@ -214,10 +212,10 @@ def _execute(
     held = engine.held()
     named = {module: name for name, module in engine.model.named_modules()}
     return Execution(
-        world.rank,
-        recorder.timeline(),
-        [named[block] for block in blocks_of(config)(engine.model)],
-        named.get(spec.head(engine.model)) if spec.head is not None else None,
+        rank=world.rank,
+        timeline=recorder.timeline(),
+        blocks=[named[block] for block in blocks_of(config)(engine.model)],
+        head=named.get(spec.head(engine.model)) if spec.head is not None else None,
         model_bytes=_bytes([*held["parameters"], *held["buffers"]]),
         optimizer_bytes=_bytes(held["optimizer"]),
         average_bytes=_bytes(engine.ema.averages.values() if engine.ema is not None else ()),
@@ -226,7 +224,7 @@ def _execute(
     )
 
 
-def make_engine(
+def engine_without_values(
     config: Config,
     spec: ModelSpec,
     world: World,
@@ -236,7 +234,7 @@ def make_engine(
     blocks: int | None,
     load_weights: Callable[[nn.Module], None] | None = None,
 ) -> Engine:
-    """As `fsdp2.train` makes it, but that nobody sets initial values."""
+    """The engine of a run, whose model has shapes and fake memory, so that nobody sets initial values."""
 
     def build() -> nn.Module:
         model = spec.on_meta(config.model_size)
@@ -255,7 +253,7 @@ def make_engine(
         world_size=world.world_size,
     )
     engine = engine_of(config, spec, start)
-    # Of adapters only their base's checksum would be added, which needs values.
+    # For adapters, add_parts would only add a checksum of the base, which needs values.
     add_parts(dataclasses.replace(config, lora=None, lora_alpha=None, lora_targets=()), engine)
     return engine
 

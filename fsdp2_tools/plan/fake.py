@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -29,13 +30,9 @@ def fake_mode() -> Any:
 
 def data_dependent() -> tuple[type[Exception], ...]:
     """The error of a tensor without values when an operation needs its values. Private, as `fake_mode` is."""
-    from torch._subclasses.fake_tensor import (
-        DataDependentOutputException,
-        DynamicOutputShapeException,
-        UnsupportedFakeTensorException,
-    )
+    from torch._subclasses import fake_tensor as fake
 
-    return DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException
+    return fake.DataDependentOutputException, fake.DynamicOutputShapeException, fake.UnsupportedFakeTensorException
 
 
 def device_asked(func: Any, args: Any) -> torch.device | None:
@@ -142,8 +139,7 @@ def without_fakes() -> Any:
     return unset_fake_temporarily()
 
 
-@contextmanager
-def propagation_told(told: Callable[[bool], None]) -> Iterator[None]:
+def propagation_told(told: Callable[[bool], None]) -> AbstractContextManager[Any]:
     """Call `told` when DTensor begins and ends to learn a result's shape, by computing it on tensors of whole shapes.
 
     A run does it on tensors without memory. Private; tests/plan/test_fake.py fails when it moves.
@@ -159,15 +155,10 @@ def propagation_told(told: Callable[[bool], None]) -> Iterator[None]:
         finally:
             told(False)
 
-    ShardingPropagator._propagate_tensor_meta_non_cached = learning  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        ShardingPropagator._propagate_tensor_meta_non_cached = original  # type: ignore[method-assign]
+    return mock.patch.object(ShardingPropagator, original.__name__, learning)
 
 
-@contextmanager
-def seen_by_transformers(values: Values) -> Iterator[None]:
+def seen_by_transformers(values: Values) -> AbstractContextManager[Any]:
     """Let transformers read values that are known, and take a tensor for traced where they aren't.
 
     It makes the mask of a causal model whenever it can't read values that allow it to do without. It asks a private
@@ -176,11 +167,7 @@ def seen_by_transformers(values: Values) -> Iterator[None]:
     from transformers.utils import import_utils
 
     original = import_utils.is_fake_tensor
-    import_utils.is_fake_tensor = lambda tensor: original(tensor) and not values.knows(tensor)
-    try:
-        yield
-    finally:
-        import_utils.is_fake_tensor = original
+    return mock.patch.object(import_utils, "is_fake_tensor", lambda one: original(one) and not values.knows(one))
 
 
 def enter_with_memory(model: nn.Module, modes: ExitStack, *entered: Any) -> None:

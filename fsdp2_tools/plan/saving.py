@@ -7,10 +7,10 @@ ranks. A tensor that would come from a file is made instead; one that would go i
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -60,7 +60,7 @@ class Saving:
         self._staging = Staging(engine.optimizer, torch.device("cpu")) if asynchronous else None
 
     def save(self, step: int) -> None:
-        """As `Checkpoints.save`: at once, or into the copies that are kept from one save to the next."""
+        """Save at once, or as `--async-checkpoint` does into copies that are kept from one save to the next."""
         self.ledger.phase(CHECKPOINT, step)
         is_finite(self.engine.weights())
         if self._staging is None:
@@ -72,7 +72,7 @@ class Saving:
 
     @torch.no_grad()
     def _write(self, state: Any) -> None:
-        """Do as `dcp.save` does on this rank. Rank 0 gathers the plans of all as bytes, as often the largest."""
+        """Take what `dcp.save` takes; rank 0 gathers every rank's plan as bytes, each padded to the largest."""
         planner = DefaultSavePlanner()
         planner.set_up_planner({"app": state}, is_coordinator=self.world.rank == 0)
         sent = len(pickle.dumps(planner.create_local_plan()))
@@ -87,20 +87,20 @@ class Saving:
                     torch.empty_like(tensor)
 
     def write_full_model(self, step: int) -> None:
-        """As `Checkpoints.write_full_model`."""
+        """Gather the full model on rank 0, a tensor at a time, if rank 0 writes it."""
         config = self.config
         if not self.gathers:
             return
         self.ledger.phase(FULL_MODEL, step)
         # torch's API moves each tensor to the CPU as it is gathered, so a GPU holds what our own has on it.
         api = full_state_api(dcp_api=config.dcp_api and not self.gpu)
-        with _replaced(full_dtensor, "spool", _dropped), _replaced(full_dcp, "spool", _dropped):
+        with mock.patch.object(full_dtensor, "spool", _dropped), mock.patch.object(full_dcp, "spool", _dropped):
             api.full_model_state(self.app.model, Path())
             api.full_optimizer_state(self.app.model, self.app.optimizer, Path())
 
     @torch.no_grad()
     def restore(self, step: int, *, reads: bool = True) -> None:
-        """As `restore` at the same number of ranks, which comes before the first step; `reads` a file's tensors."""
+        """Restore at the same number of ranks, before the first step; `reads` says whether tensors come from files."""
         self.ledger.phase(RESTORING, step)
         app = self.app.with_parts(self.engine.parts)  # a random generator takes no state without values
         state = app.state_dict()
@@ -135,7 +135,6 @@ def starting_from(config: Config, found: list[Timeline], step: int, values: Valu
     Their names and dtypes are taken to be the model's. A rank reads its rows of one tensor at a time, as from a sharded
     checkpoint; with `--dcp-api` torch sends each whole tensor of a .pt from rank 0.
     """
-
     # Here, where tensors aren't fake yet: peft moves its adapters, which fake tensors that are watched refuse.
     shared = shared_names(config.spec.on_meta(config.model_size))
     tied = [list(config.spec.base_weights(names)) for names in shared]
@@ -146,39 +145,34 @@ def starting_from(config: Config, found: list[Timeline], step: int, values: Valu
             ledger.watch(model, {"parameters": model.parameters(), "buffers": model.buffers()})
             ledger.phase(STARTING, step)
             targets = config.spec.base_weights(plain_names(model))
-            like = {
-                name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in targets.items()
-            }
             if config.dcp_api and not config.init_partial and config.init_from and config.init_from.endswith(".pt"):
                 if dist.get_rank():
                     return  # it holds a whole tensor at a time, and rank 0 the file's too
-                with ledger.named("on its way"):
-                    full = {name: torch.empty(meta.shape, dtype=meta.dtype) for name, meta in like.items()}
-                with _replaced(full_dcp, "read_same", lambda path, targets: full):
-                    full_dcp.load_full_model_state(model, Path())
+                _send_whole(ledger, model, targets)
             else:
-
-                def part(name: str, place: tuple[slice, ...]) -> Tensor:
-                    with ledger.named("on its way"):
-                        whole = torch.empty([rows.stop - rows.start for rows in place], dtype=like[name].dtype)
-                    whole.copy_(_read(ledger, whole))
-                    return whole
-
-                once = {name: group[0] for group in tied for name in group}  # a file has a tied weight once
-                names = {name: (once.get(name, name),) for name in like}
-                source = Source("", like, (), names, lambda name: None, part=part)
-                fill(source, targets, slices_of, tied, partial=config.init_partial)
+                fill(_file_of(ledger, targets, tied), targets, slices_of, tied, partial=config.init_partial)
         found.append(Timeline({}, ledger.allocations, ledger.phases, ledger.collectives))
 
     return load
 
 
-@contextmanager
-def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    """Let a module have another function, where a run would meet a file."""
-    original = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, original)
+def _send_whole(ledger: FakeLedger, model: nn.Module, targets: Mapping[str, Tensor]) -> None:
+    """Load by torch's API, with rank 0 holding all tensors of the file."""
+    with ledger.named("on its way"):
+        full = {name: torch.empty(target.shape, dtype=target.dtype) for name, target in targets.items()}
+    with mock.patch.object(full_dcp, "read_same", return_value=full):
+        full_dcp.load_full_model_state(model, Path())
+
+
+def _file_of(ledger: FakeLedger, targets: Mapping[str, Tensor], tied: Sequence[Sequence[str]]) -> Source:
+    """A file of which a rank reads a part of a tensor at a time, with the targets' names, shapes and dtypes."""
+    like = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in targets.items()}
+
+    def part(name: str, place: tuple[slice, ...]) -> Tensor:
+        with ledger.named("on its way"):
+            rows = torch.empty([along.stop - along.start for along in place], dtype=like[name].dtype)
+        rows.copy_(_read(ledger, rows))
+        return rows
+
+    once = {name: group[0] for group in tied for name in group}  # a file has a tied weight once
+    return Source("", like, (), {name: (once.get(name, name),) for name in like}, lambda name: None, part=part)

@@ -1,4 +1,4 @@
-"""How long an optimizer step takes: its operators and collectives, on FSDP2's schedule, at the rates of a GPU."""
+"""The time of an optimizer step: its operators and collectives, on FSDP2's schedule, at the rates of a GPU."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import Any
 from fsdp2.config import Config
 from fsdp2_extra.allocations.ledger import enclosing
 from fsdp2_tools.plan import links
+from fsdp2_tools.plan.batches import MICROBATCHES
 from fsdp2_tools.plan.execute import STEPS, Execution, Runs
 from fsdp2_tools.plan.schedule import BACKWARD, FORWARD, Event, Group, Replay, averaged, deepened, events, replay
 from fsdp2_tools.plan.speed import Speed
 from fsdp2_tools.plan.work import COMPUTE, COPY_IN, COPY_OUT, REDUCE_IN, Work
 
-TRAINED = ("data", FORWARD, BACKWARD)  # an early all-gather is issued before the data is there
+REPLAYED = ("data", FORWARD, BACKWARD)  # an early all-gather is issued before the data is there
 
 
 @dataclass(frozen=True)
@@ -68,14 +69,12 @@ def step_time(config: Config, ranks: int, runs: Runs, speed: Speed) -> StepTime:
 def whole_step(config: Config, runs: Runs, speed: Speed) -> Replay:
     """Forward and backward replayed with all blocks and microbatches, and the optimizer after them."""
     whole = replayed(runs, speed, config, 0)
-    more = config.grad_accumulation - 3
+    more = config.grad_accumulation - MICROBATCHES
     if more > 0:
         # The second of three is repeated: a fourth tells what each of them adds.
         whole = _added(whole, replayed(runs, speed, config, 1), more)
     last = runs.whole(lambda done: _rest(done, speed, config))
-    whole.seconds += last
-    whole.compute += last
-    return whole
+    return dataclasses.replace(whole, seconds=whole.seconds + last, compute=whole.compute + last)
 
 
 def _added(base: Replay, longer: Replay, times: int) -> Replay:
@@ -95,28 +94,33 @@ def replayed(runs: Runs, speed: Speed, config: Config, more: int = 0) -> Replay:
     """Forward and backward of a step, with `more` microbatches like the second one."""
     done = runs.longer
     phases = [phase.name for phase in done.timeline.phases]
-    found = _priced(done, speed, config, TRAINED)
+    found = _priced(done, speed, config, REPLAYED)
     if runs.short is not None:
         group = len(done.blocks) - len(runs.short.blocks)
         first = len(done.blocks) // 2 // group * group
         found = deepened(found, phases, first, group, runs.times)
     if more:
-        # A phase begins where its number changes, so the copies need numbers of their own.
-        starts = [n for n in sorted({event.phase for event in found}) if phases[n] == FORWARD]
-        part = [event for event in found if starts[1] <= event.phase < starts[2]]
-        where = next(i for i, event in enumerate(found) if event.phase >= starts[2])
-        copies = []
-        for _ in range(more):
-            numbers = {number: len(phases) + i for i, number in enumerate(sorted({event.phase for event in part}))}
-            phases += [phases[number] for number in numbers]
-            copies += [dataclasses.replace(event, phase=numbers[event.phase]) for event in part]
-        found = [*found[:where], *copies, *found[where:]]
+        found, phases = _with_microbatches(found, phases, more)
     names = set(done.blocks)
 
     def name_of(event: Event) -> str:
         return "block" if enclosing(event.module, names) else event.module or "root"
 
     return replay(found, phases, name_of, on_cpu=speed.on_cpu)
+
+
+def _with_microbatches(found: Sequence[Event], phases: Sequence[str], more: int) -> tuple[list[Event], list[str]]:
+    """The events with `more` copies of the second of three microbatches after it, and the phases with the copies'."""
+    # A phase begins where its number changes, so the copies need numbers of their own.
+    starts = [n for n in sorted({event.phase for event in found}) if phases[n] == FORWARD]
+    second = [event for event in found if starts[1] <= event.phase < starts[2]]
+    end = next(i for i, event in enumerate(found) if event.phase >= starts[2])
+    copies, every = list[Event](), list(phases)
+    for _ in range(more):
+        numbers = {number: len(every) + i for i, number in enumerate(sorted({event.phase for event in second}))}
+        every += [every[number] for number in numbers]
+        copies += [dataclasses.replace(event, phase=numbers[event.phase]) for event in second]
+    return [*found[:end], *copies, *found[end:]], every
 
 
 def _rest(done: Execution, speed: Speed, config: Config) -> float:

@@ -25,7 +25,6 @@ from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError, require, shown
 from fsdp2.options.own_model import code_flags
 from fsdp2.options.parser import read_values
-from fsdp2.run.directory.marker import environment
 from fsdp2.run.preflight import check_data, check_versions, check_world
 from fsdp2.run.process import ending, runtime
 from fsdp2.run.process.group import RunStopped
@@ -60,16 +59,16 @@ def main(arguments: Sequence[str] | None = None) -> list[Candidate]:
 
 
 def tune(options: dict[str, Any], config: Config, ranks: int, launch: Launch, command: str) -> list[Candidate]:
-    """As main, with options by the names of OWN, on ranks that a launcher starts."""
+    """Search on ranks that `launch` starts, with options by the names of OWN, and write the results.
+
+    Returns the settings that were tried, the default first. Raises RunStopped if none ran, and ConfigError before
+    anything is started.
+    """
     check(config, ranks)
     device = runtime.pick_device(config.device, World(0, ranks, 0, ranks)).type
     budget: int = options["budget"] or memory_of_rank(ranks, config.device)
     out = results.folder(options["out"], below="tuned").absolute()
-    began = time.monotonic()
-
-    def say(text: str) -> None:
-        print(f"[{time.monotonic() - began:4.0f} s] {text}", flush=True)
-
+    began, say = time.monotonic(), results.clock()
     warnings.simplefilter("ignore")  # torch warns of things that a process without a device does
     planner = Planner(
         config, ranks, _rates(options, config, device, say), budget, device == "cuda", options["plans"], say
@@ -79,12 +78,7 @@ def tune(options: dict[str, Any], config: Config, ranks: int, launch: Launch, co
     tried = [_candidate(config, one) for one in (default, *others)]
 
     def more() -> list[Candidate]:
-        """Settings that are planned to be the fastest, with rates that the first round has taught."""
-        if planner.speed is None or len(tried) == count:
-            return []
-        planner.learn(tried)
-        known = {one.name for one in tried}
-        found = [_candidate(config, one) for one in planner.ranking() if one.name not in known][: count - len(tried)]
+        found = [_candidate(config, one) for one in planner.further(tried, count - len(tried))]
         tried.extend(found)
         return found
 
@@ -103,14 +97,8 @@ def tune(options: dict[str, Any], config: Config, ranks: int, launch: Launch, co
             more=more,
             say=say,
         )
-    facts = {
-        "command": command,
-        "date": time.strftime("%Y-%m-%d"),
-        **environment(ranks),
-        "device": device,
-        "seconds": round(time.monotonic() - began),
-    }
-    report.write(tried, best, facts, out)
+    took = {"device": device, "seconds": round(time.monotonic() - began)}
+    report.write(tried, best, results.facts(command, ranks) | took, out)
     print("\n".join([report.table(tried), "", *report.verdict(tried, best)]))
     if all(one.failed is not None for one in tried):
         raise RunStopped(f"no setting ran, as {short(out / 'tuned.md')} says of each")
@@ -146,13 +134,13 @@ def _rates(options: dict[str, Any], config: Config, device: str, say: Callable[[
 
 
 def _candidate(config: Config, one: Setting) -> Candidate:
-    time = one.plan.time
+    planned = one.plan.time
     return Candidate(
         one.name,
         dataclasses.replace(config, **one.changes),
         dict(one.changes),
         one.plan.tensors,
-        None if time is None else time.milliseconds,
+        None if planned is None else planned.milliseconds,
     )
 
 

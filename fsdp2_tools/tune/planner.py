@@ -1,4 +1,4 @@
-"""Which settings are worth a trial: the planner's search, and what trials teach it."""
+"""Settings that are worth a trial: the planner's search, and what trials teach it."""
 
 from __future__ import annotations
 
@@ -66,16 +66,21 @@ class Planner:
             raise ConfigError("--budget: no setting is planned to fit; python -m fsdp2.plan says what each takes")
         return [next(one for one in found if not one.changes), *varied(fitting, count - 1)]
 
-    def ranking(self) -> list[Setting]:
-        """Other settings than the default that fit, the fastest by plan first."""
-        return [one for one in self._search(self._most) if one.changes and one.plan.fits]
-
     def largest(self, count: int) -> list[Plan]:
         """So many plans of those that fit, the largest models and optimizers first."""
         fitting = [one for one in self._plans.values() if one.fits]
         return sorted(fitting, key=lambda one: -one.memory.model_bytes - one.memory.optimizer_bytes)[:count]
 
-    def learn(self, tried: Sequence[Candidate]) -> None:
+    def further(self, tried: Sequence[Candidate], count: int) -> list[Setting]:
+        """At most `count` further settings, the fastest first, by rates that trials have taught; none without rates."""
+        if self.speed is None or not count:
+            return []
+        self._learn(tried)
+        known = {one.name for one in tried}
+        found = [one for one in self._search(self._most) if one.changes and one.plan.fits]
+        return [one for one in found if one.name not in known][:count]
+
+    def _learn(self, tried: Sequence[Candidate]) -> None:
         """Fit the rates to what was measured. Too few trials teach nothing."""
         assert self.gpu is not None
         trials = []

@@ -165,7 +165,7 @@ def better_half(default: Candidate, candidates: Sequence[Candidate]) -> list[Can
 
 
 def interval(ratios: Sequence[float]) -> tuple[float, float] | None:
-    """Where the median of what these were drawn from lies with 95 % confidence; None of too few.
+    """The interval in which the median of what these were drawn from lies with 95 % confidence; None of too few.
 
     By order statistics, so without assuming a distribution: as many of so many coins may show heads.
     """

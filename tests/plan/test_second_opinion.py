@@ -14,7 +14,7 @@ from fsdp2.run.process.runtime import World
 from fsdp2.train import train_step
 from fsdp2_extra.allocations.ledger import Ledger
 from fsdp2_tools.plan import batches, fake
-from fsdp2_tools.plan.execute import make_engine
+from fsdp2_tools.plan.execute import engine_without_values
 from tests.plan.taken import planned
 
 LLAMA = "--model=llama --model-size=debug --batch-size=3 --seq-len=96 --dataset=random-tokens --test-batch-size=1"
@@ -43,7 +43,7 @@ def _tracked(config: Config) -> int:
     config = dataclasses.replace(config, on_nonfinite="continue")
     world = World(0, 2, 0, 2)
     with fake.fake_group(0, 2), ExitStack() as modes:
-        engine = make_engine(config, config.spec, world, torch.device("cpu"), modes, fake.Values(), None)
+        engine = engine_without_values(config, config.spec, world, torch.device("cpu"), modes, fake.Values(), None)
         tracker = fsdp_tracker(engine.model, engine.optimizer)
         tracker.track_inputs((torch.empty(0),))
         with tracker:

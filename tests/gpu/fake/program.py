@@ -155,7 +155,9 @@ class Run:
                 module._buffers.update({name: torch.empty_like(one) for name, one in module._buffers.items()})
 
         with mock.patch.object(fake, "enter_with_memory", at_once):
-            self.engine: Engine = execute.make_engine(self.config, self.spec, self.world, DEVICE, modes, values, None)
+            self.engine: Engine = execute.engine_without_values(
+                self.config, self.spec, self.world, DEVICE, modes, values, None
+            )
         self.watch.copies.clear()  # those of the start
         self.log = StepLog(lambda kind, data: None, DEVICE)
 
