@@ -16,7 +16,7 @@ from fsdp2.parallel.freeze import freeze
 from fsdp2.parallel.fully_sharded import FSDP2Engine, gather_for, offload_policy, shard
 from fsdp2.parallel.groups import shard_groups
 from fsdp2.parallel.mesh import make_mesh, of_fsdp, of_pieces
-from fsdp2.parallel.meta import allocate, check_initialised, nothing
+from fsdp2.parallel.meta import allocate, check_initialised
 from fsdp2.parallel.optimizer import make_optimizer
 from fsdp2.parallel.precision import fsdp2_policy, gradient_scaler
 from fsdp2.parallel.prefetch import groups_ahead, prefetch_backward, prefetch_forward
@@ -35,14 +35,14 @@ def parallelize(
     device: torch.device,
     world_size: int,
     training: bool = True,
-    brought: Callable[[str], bool] = nothing,
+    brought: Callable[[str], bool] = lambda name: False,
     methods: Sequence[str] = (),
     splits: Callable[[], Mapping[str, Any]] | None = None,
 ) -> FSDP2Engine:
     """Build, shard and initialise a model as `config` says. A collective call.
 
     Args:
-        build: makes the model, its parameters on `meta`. Buffers that aren't there keep their values.
+        build: makes the model, its parameters on `meta`. Buffers that aren't on meta keep their values.
         blocks_of: its blocks in forward order: the unit of sharding, recomputation and compilation.
         set_weights: gives every parameter and buffer its initial value, in place.
         load_weights: puts a file's weights on top, if there are any.
@@ -79,7 +79,7 @@ def parallelize(
         split_sequences(model, of_pieces(device.type, world_size, config.tp, config.sp).get_group())
     blocks = blocks_of(model)
 
-    # Other modules with the same parameters, so before anything keeps a module or its forward.
+    # Float8 replaces modules, so it comes before anything refers to one.
     if config.float8 is not None:
         from fsdp2_extra.low_precision import float8
 
@@ -124,7 +124,7 @@ def parallelize(
 
     # Only now memory: each rank allocates its shards alone, and they are NaN until they get a value.
     allocate(model, device, cpu_offload=config.cpu_offload)
-    # What makes a shard float8 is said of the shard itself, so it has to be there.
+    # Float8 marks each shard, so the shards must exist.
     if config.float8 is not None:
         float8.gather_in_float8(model)
     set_weights(model)
@@ -142,7 +142,7 @@ def parallelize(
         model,
         optimizer,
         scaler,
-        early_unshard=any((forward, backward)),
+        early_unshard=bool(forward or backward),
         accumulation_sync=config.grad_accumulation_sync,
         splits_words=config.tp > 1,
     )

@@ -62,7 +62,7 @@ def _compiled(flags: list[str]) -> tuple[Events, list[int], list[int], list[bool
     evaluations: list[int] = []
     tried: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        for place in ("fsdp2.parallel.compiling", "fsdp2_extra.baselines.start"):
+        for place in ("fsdp2.parallel.compiling", "fsdp2_extra.baselines.starting"):
             patch.setattr(f"{place}.compile_blocks", partial(compile_blocks, backend=graphs))
         patch.setattr(train, "train_step", graphs.counted(train.train_step, steps))
         patch.setattr(train, "evaluate", graphs.counted(train.evaluate, evaluations))

@@ -250,7 +250,7 @@ class FSDP2Engine(Engine):
             self._exchange_all(True)
 
     def _exchange_all(self, now: bool) -> None:
-        """Return whether the next backward completes the exchange of gradients, or defers what the mode defers."""
+        """Let the next backward complete the exchange of gradients, or defer what the mode defers."""
         if self.accumulation_sync == "last":
             self.root.set_requires_gradient_sync(now)
             # Not the last means that torch needn't wait for an exchange at the end of backward: there is none. In the

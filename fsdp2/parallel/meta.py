@@ -64,12 +64,7 @@ def poison(model: nn.Module) -> None:
                 local(tensor).fill_(math.nan)
 
 
-def nothing(name: str) -> bool:
-    """The default of `brought`: no tensor of this name comes from elsewhere."""
-    return False
-
-
-def check_initialised(model: nn.Module, *, brought: Callable[[str], bool] = nothing) -> None:
+def check_initialised(model: nn.Module, *, brought: Callable[[str], bool] = lambda name: False) -> None:
     """Raise RuntimeError, naming them, if parameters or buffers are on meta or still hold a NaN of `poison`.
 
     `brought` says what something else will set, by its name in the state dict.

@@ -17,7 +17,7 @@ from fsdp2.parallel.mesh import make_mesh
 from fsdp2.parallel.optimizer import make_optimizer
 from fsdp2.parallel.precision import gradient_scaler
 from fsdp2.parallel.rules import Baseline, Options, Start
-from fsdp2_extra.baselines.start import whole_model
+from fsdp2_extra.baselines.starting import whole_model
 
 
 def replicate(model: nn.Module, mesh: DeviceMesh, bucket_mb: float | None) -> DistributedDataParallel:
@@ -53,8 +53,6 @@ def build(options: Options, start: Start) -> DDPEngine:
     """A model with initial or loaded weights, copied to each rank by DDP. A collective call."""
     mesh = make_mesh(start.device.type, start.world_size)
     model = whole_model(options, start)
-    if start.load_weights is not None:
-        start.load_weights(model)
     copy = replicate(model, mesh, options.bucket_mb)
     optimizer = make_optimizer(options, copy.parameters())
     scaler = gradient_scaler(start.device.type, options.mixed_precision)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -35,7 +36,7 @@ from fsdp2.parallel.mesh import make_mesh
 from fsdp2.parallel.optimizer import make_optimizer
 from fsdp2.parallel.precision import DTYPES
 from fsdp2.parallel.rules import Baseline, Options, SetWeights, Start
-from fsdp2_extra.baselines.start import fill, materialise, model_of, on_meta, ties_weights
+from fsdp2_extra.baselines.starting import fill, materialise, meta_model, model_of, ties_weights
 
 SHARDING = {
     "full-shard": ShardingStrategy.FULL_SHARD,  # parameters, gradients and optimizer state
@@ -139,16 +140,11 @@ class FSDP1Engine(Engine):
         return f"FullyShardedDataParallel, {units} units, {self.model.sharding_strategy.name}"
 
     def backward(self, loss: Tensor, last_microbatch: bool) -> None:
-        if last_microbatch:
-            super().backward(loss, last_microbatch)
-            return
-        with self.model.no_sync():
+        with nullcontext() if last_microbatch else self.model.no_sync():
             super().backward(loss, last_microbatch)
 
     def forward(self, batch: Microbatch) -> Any:
-        if batch.last:
-            return super().forward(batch)
-        with self.model.no_sync():
+        with nullcontext() if batch.last else self.model.no_sync():
             return super().forward(batch)
 
     def _clip(self, norm: float | None) -> Tensor:
@@ -159,7 +155,7 @@ class FSDP1Engine(Engine):
 def build(options: Options, start: Start) -> FSDP1Engine:
     """A model wrapped by FSDP1, each unit with its initial values before it is sharded. A collective call."""
     mesh = make_mesh(start.device.type, start.world_size, options.replicas)
-    model, blocks = on_meta(options, start)
+    model, blocks = meta_model(options, start)
     if ties_weights(model):  # a module at a time, each would get a weight of its own
         fill(model, options, start)
     sharded = wrap(

@@ -8,7 +8,7 @@ from fsdp2.parallel.autocast import AutocastEngine, autocast, reduces_in_fp32
 from fsdp2.parallel.optimizer import make_optimizer
 from fsdp2.parallel.precision import gradient_scaler
 from fsdp2.parallel.rules import Baseline, Options, Start
-from fsdp2_extra.baselines.start import whole_model
+from fsdp2_extra.baselines.starting import whole_model
 
 
 class NoneEngine(AutocastEngine):
@@ -18,8 +18,6 @@ class NoneEngine(AutocastEngine):
 def build(options: Options, start: Start) -> NoneEngine:
     """The plain model in one process."""
     model = whole_model(options, start)
-    if start.load_weights is not None:
-        start.load_weights(model)
     optimizer = make_optimizer(options, model.parameters())
     scaler = gradient_scaler(start.device.type, options.mixed_precision)
     return NoneEngine(model, optimizer, scaler, autocast(start.device.type, options.mixed_precision))

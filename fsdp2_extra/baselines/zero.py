@@ -33,7 +33,7 @@ from fsdp2.parallel.meta import allocate
 from fsdp2.parallel.optimizer import make_optimizer
 from fsdp2.parallel.precision import DTYPES, fsdp2_policy, with_inputs_in
 from fsdp2.parallel.rules import Baseline, Options, Start
-from fsdp2_extra.baselines.start import fill, materialise, on_meta, ties_weights
+from fsdp2_extra.baselines.starting import fill, materialise, meta_model, ties_weights
 from fsdp2_extra.baselines.zero_refusals import choose_accelerator, on_device, refusals
 from fsdp2_extra.baselines.zero_state import Shadow, shards_of
 
@@ -72,11 +72,11 @@ def shard_each(model: nn.Module, start: Start, dtype: torch.dtype, config: dict[
 
 
 def build(options: Options, start: Start) -> ZeROEngine:
-    """As `parallelize`, of a stage of ZeRO. A collective call. Inference reads its checkpoints into FSDP2's model."""
+    """A model that DeepSpeed shards, with initial or loaded weights. A collective call."""
     config = options.deepspeed_settings(start.device.type)
     deepspeed = started(start.device)
     sharding = config["zero_optimization"]
-    model, _ = on_meta(options, start)
+    model, _ = meta_model(options, start)
     in_files = sharding.get("offload_param", {}).get("device") == "nvme"
     if sharding["stage"] == 3 and not in_files and not ties_weights(model):
         shard_each(model, start, DTYPES[options.mixed_precision or "fp32"], config)
@@ -86,7 +86,7 @@ def build(options: Options, start: Start) -> ZeROEngine:
     optimizer = make_optimizer(options, model.parameters(), materialised=False)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     # What checkpoints see: the same model, sharded as FSDP2's, with memory only while one is saved or loaded.
-    copy, _ = on_meta(options, start)
+    copy, _ = meta_model(options, start)
     mesh = make_mesh(start.device.type, start.world_size)
     offload = offload_policy(False, start.device.type)
     shard(copy, [], mesh=mesh, precision=fsdp2_policy(None, "fp32"), offload=offload, reshard_after_forward=None)

@@ -1,4 +1,4 @@
-"""How a baseline's model starts: on meta, then with memory and initial values, whole or a part at a time."""
+"""The start of a baseline's model: on meta, then with memory and initial values, whole or a part at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fsdp2.parallel.meta import allocate, check_initialised, poison, shared_name
 from fsdp2.parallel.rules import Options, Start
 
 
-def on_meta(options: Options, start: Start) -> tuple[nn.Module, Sequence[nn.Module]]:
+def meta_model(options: Options, start: Start) -> tuple[nn.Module, Sequence[nn.Module]]:
     """The model on meta and its blocks: frozen, then with recomputation, then compiled, as the options say."""
     model = start.build()
     freeze(model, options.freeze)
@@ -26,9 +26,11 @@ def on_meta(options: Options, start: Start) -> tuple[nn.Module, Sequence[nn.Modu
 
 
 def whole_model(options: Options, start: Start) -> nn.Module:
-    """The model with its initial values. Each rank holds all of it."""
-    model, _ = on_meta(options, start)
+    """The model with initial or loaded weights. Each rank holds all of it."""
+    model, _ = meta_model(options, start)
     fill(model, options, start)
+    if start.load_weights is not None:
+        start.load_weights(model)
     return model
 
 
