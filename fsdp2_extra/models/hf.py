@@ -21,7 +21,7 @@ from fsdp2_extra.models.attending import attentions, by_flex, not_on_padding
 from fsdp2_extra.models.blocks import find_blocks
 from fsdp2_extra.models.causal import sees_later
 from fsdp2_extra.models.hf_config import TASKS, class_for, require_trainable, settle, task_of, transformers_can
-from fsdp2_extra.models.hf_load import KEPT, folder_of, load
+from fsdp2_extra.models.hf_load import KEPT_FILES, folder_of, load
 from fsdp2_extra.models.hf_splits import plan_of, sizes_of
 from fsdp2_extra.models.meta_trial import wrong_with
 
@@ -40,13 +40,14 @@ def spec(place: str, *, trust_remote_code: bool = False) -> ModelSpec:
         import transformers  # noqa: F401
     except ImportError:
         raise ValueError(f"transformers isn't installed; {install('hf')}") from None
-    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # a line for each enum of torchao's
+    # Kept off each rank's console: a line for each enum of torchao's, and advice about padding.
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
     logging.getLogger("transformers.modeling_utils").addFilter(not_on_padding)
     folder = folder_of(place)
     file = folder / "config.json"
     bounds = Foreign(str(file), ValueError, "give another model, or lower its numbers", file.stat().st_size, MEMORY)
 
-    def tried() -> None:
+    def try_in_bounds() -> None:
         if not trust_remote_code:
             torch.set_num_threads(1)  # a fork has none of its parent's
         model = _Model(place, folder, trusted=trust_remote_code)
@@ -54,14 +55,14 @@ def spec(place: str, *, trust_remote_code: bool = False) -> ModelSpec:
         with installed_code_only(folder, trusted=trust_remote_code):
             if wrong := model.fails(made):
                 raise ValueError(f"{file}: a forward of the model fails ({wrong}); lower or mend its numbers")
-            if model.in_doubt and sees_later(model.spec.on_meta("own"), model.call, model.spec.logits):
+            if model.may_see_later and sees_later(model.spec.on_meta("own"), model.call, model.spec.logits):
                 raise ValueError(
                     f"{file}: {model.cls.__name__} sees the tokens that it is to predict unless is_decoder is true; "
                     "set it there, or name the class for masked tokens in architectures"
                 )
 
-    # First: what goes beyond its bounds never begins in this process.
-    tried() if trust_remote_code else run_in_bounds(tried, bounds)
+    # In a fork first, so that what goes beyond its bounds never begins in this process, which makes the model again.
+    try_in_bounds() if trust_remote_code else run_in_bounds(try_in_bounds, bounds)
     return _Model(place, folder, trusted=trust_remote_code).spec
 
 
@@ -82,8 +83,9 @@ class _Model:
             self.special_token = self._special_token(transformers)
         self.accepted = set(inspect.signature(self.cls.forward).parameters)
         self.fails = partial(wrong_with, task=self.task, call=self.call)
-        # An attribute that says no decides nothing: it does of GPT-NeoX. A first step finds out of the other models.
-        self.in_doubt = self.task == "causal" and not getattr(config, "is_decoder", class_for("masked", config) is None)
+        # `is_decoder: false` proves nothing: GPT-NeoX has it and is causal. The first step tests such models.
+        is_decoder = getattr(config, "is_decoder", class_for("masked", config) is None)
+        self.may_see_later = self.task == "causal" and not is_decoder
         # Makes models by their configuration, and keeps no class of a folder's own: it would make later folders' models
         # of it too, whose code nobody trusts.
         auto = getattr(transformers, TASKS[self.task][0])
@@ -111,7 +113,7 @@ class _Model:
             weights=self.folder,
             load=partial(load, self.auto, self.config, self.trusted),
             head=lambda model: model.get_output_embeddings() if language else None,
-            files=lambda size: {path.name: path.read_bytes() for path in files_to_keep(self.folder, KEPT)},
+            files=lambda size: {path.name: path.read_bytes() for path in files_to_keep(self.folder, KEPT_FILES)},
             splits=cache(lambda: plan_of(self.spec.described("own"), self.fails)),
             split_sizes=lambda *_: sizes_of(self.spec.described("own")),
             methods=("generate",) if generates else (),
@@ -156,15 +158,23 @@ def loss(outputs: Any, targets: Tensor) -> Tensor:
 def resized(images: Tensor, model: nn.Module, config: Any) -> Tensor:
     """Images (N, channels, height, width) with as many channels, and as large, as a vision model takes them.
 
-    Channels are those of its first convolution. The size is in its configuration, or that of its part for images; of a
-    model of timm's within, in what that says of itself.
+    Channels are those of its first convolution.
     """
     first = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
     channels = images.shape[1] if first is None else first.in_channels
-    size = getattr(getattr(config, "vision_config", config), "image_size", None)
-    if size is None:
-        size = next((of["input_size"][1:] for one in model.modules() if (of := vars(one).get("pretrained_cfg"))), None)
     if images.shape[1] == 1 != channels:
         images = images.expand(-1, channels, -1, -1)
-    wanted = tuple(images.shape[2:]) if size is None else (size, size) if isinstance(size, int) else tuple(size)
-    return images if tuple(images.shape[2:]) == wanted else F.interpolate(images, wanted, mode="bilinear")
+    size = _image_size(model, config)
+    is_right = size is None or tuple(images.shape[2:]) == size
+    return images if is_right else F.interpolate(images, size, mode="bilinear")
+
+
+def _image_size(model: nn.Module, config: Any) -> tuple[int, ...] | None:
+    """Height and width, by the configuration or that of its part for images, or by a model of timm's within."""
+    size = getattr(getattr(config, "vision_config", config), "image_size", None)
+    if size is not None:
+        return (size, size) if isinstance(size, int) else tuple(size)
+    for module in model.modules():
+        if timm_settings := vars(module).get("pretrained_cfg"):
+            return tuple(timm_settings["input_size"][1:])
+    return None

@@ -36,8 +36,13 @@ def transformers_can(what: str, folder: Path, *, trusted: bool, fix: str = "", t
 
 def line(error: BaseException) -> str:
     """An error's text, or else its name, in one line that isn't long."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    text = repr(error) if isinstance(error, KeyError) else text  # its text is the key alone
+    text = repr(error) if isinstance(error, KeyError) else str(error)  # a KeyError's text is the key alone
+    return shortened(text) or type(error).__name__
+
+
+def shortened(text: str) -> str:
+    """The start of a text, in one line."""
+    text = " ".join(text.split())
     return text if len(text) <= 160 else f"{text[:160]}…"
 
 
@@ -87,7 +92,7 @@ def require_trainable(config: Any, place: str, file: Path) -> None:
         )
     if own := getattr(config, "transformers_weights", None):
         raise ValueError(
-            f"{file}: transformers_weights names {line(ValueError(own))}, and only "
+            f"{file}: transformers_weights names {shortened(str(own))}, and only "
             "model.safetensors, pytorch_model.bin or an index of either is read; name that file so, and drop the key"
         )
     if (nan := next((name for name, value in settings if value != value), None)) is not None:

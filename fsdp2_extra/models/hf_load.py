@@ -16,7 +16,7 @@ from fsdp2.units import install
 from fsdp2_extra.foreign.model_files import files_to_keep
 from fsdp2_extra.models.hf_config import line, transformers_can
 
-KEPT = (
+KEPT_FILES = (
     *("config.json", "generation_config.json", "preprocessor_config.json", "special_tokens_map.json"),
     *("tokenizer*", "vocab*", "merges.txt", "*.model", "chat_template*", "added_tokens.json", "*.py"),
 )
@@ -37,7 +37,7 @@ def folder_of(place: str) -> Path:
             raise ValueError(f"{adapters[0]}: adapters aren't loaded; merge them into their model with peft{other}")
         if not (path / "config.json").is_file():
             raise ValueError(f"{place}: has no config.json; give the folder that save_pretrained wrote")
-        files_to_keep(path, KEPT)
+        files_to_keep(path, KEPT_FILES)
         return path.absolute()
     if not on_hub(place):
         raise ValueError(f"{place}: is no folder; give one with a config.json, or a name on the hub, owner/model")
@@ -46,7 +46,7 @@ def folder_of(place: str) -> Path:
 
     try:
         # Ranks that ask at the same time wait for each other at the hub's own locks.
-        return Path(snapshot_download(place, allow_patterns=[*KEPT, *WEIGHTS, "*.index.json"]))
+        return Path(snapshot_download(place, allow_patterns=[*KEPT_FILES, *WEIGHTS, "*.index.json"]))
     except (HFValidationError, RepositoryNotFoundError) as error:
         raise ValueError(f"{place}: no folder here and no model on the hub has this name ({line(error)})") from None
     except (LocalEntryNotFoundError, OSError) as error:
@@ -63,7 +63,7 @@ def load(
     """`ModelSpec.load`, by a class of transformers that makes models of a configuration. Raises ValueError like it."""
     from transformers.utils import logging as words
 
-    folder_of(str(place))  # refuses one with adapters
+    folder_of(str(place))  # refuses what isn't the folder of a whole model
     if not read and importlib.util.find_spec("accelerate") is None:
         raise ValueError(f"accelerate isn't installed; {install('hf')}")
     # As from_pretrained says it, files that lack something or have more are a warning; here they are an error.

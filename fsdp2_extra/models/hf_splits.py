@@ -1,4 +1,4 @@
-"""How the ranks of tensor parallelism split a model of transformers: by its own plan, `_tp_plan`, in styles of torch.
+"""Tensor parallelism of a model of transformers: by its own plan, `_tp_plan`, in styles of torch.
 
     colwise, rowwise       a rank has rows of a weight, then columns of the next: its heads, its hidden numbers
     colwise_gather_output, rowwise_split_input         the same, and what travels between the two is whole
@@ -38,11 +38,10 @@ UNFIT = {
 
 LINEAR: Mapping[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
-    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+    **dict.fromkeys(("colwise_gather_output", "colwise_rep"), lambda: ColwiseParallel(output_layouts=Replicate())),
     "rowwise": RowwiseParallel,
-    "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
+    **dict.fromkeys(("rowwise_split_input", "rowwise_rep"), lambda: RowwiseParallel(input_layouts=Replicate())),
 }
-LINEAR = {**LINEAR, "colwise_rep": LINEAR["colwise_gather_output"], "rowwise_rep": LINEAR["rowwise_split_input"]}
 # Of parameters that have a rule of their own, such as the experts' in one tensor, by their number of dimensions.
 PARAMETERS: Mapping[str, Callable[[int], Read]] = {
     "colwise": lambda dims: part(max(dims - 2, 0)),
@@ -69,29 +68,37 @@ def plan_of(model: Any, fails: Callable[[nn.Module], str | None]) -> Mapping[str
 
     Raises ValueError, in a line, for a model without a plan, and for what can't be split as its plan says.
     """
-    rules, config = _rules(model), model.config.get_text_config()
-    if (why := UNFIT.get(config.model_type)) is not None:
-        raise ValueError(f"transformers' plan doesn't fit it: {why}")
-    if _splits_heads(rules):
-        for name, value in config.to_dict().items():
-            if re.search("(att|activation).*drop", name) and value:
-                raise ValueError(f"{name} is above 0, and ranks would drop the same of different heads; set it to 0")
-            if name == "clip_qkv" and value is not None:
-                raise ValueError("clip_qkv has it change in place what another layer gives, which no split layer takes")
+    rules = _rules(model)
+    _require_fit(model.config.get_text_config(), rules)
     modules = dict(model.named_modules())
     styles = {name: _style(model, name, module, rules) for name, module in modules.items()}
+
     common = math.gcd(*sizes_of(model).values())
     ranks = next((n for n in range(2, common + 1) if common % n == 0), 1)  # as few as any
     cuts = {name: _cut(style, modules[name]) for name, style in styles.items()}
     for name in seen_in_part(model, cuts, ranks, fails):
         if isinstance(style := styles[name], Locally):
-            style.reads = dict.fromkeys(_own(modules[name]), OF_SOME_HEADS) | style.reads
+            style.reads = dict.fromkeys(_own_parameters(modules[name]), OF_SOME_HEADS) | style.reads
+
     for name, module in modules.items():
         read = getattr(styles[name], "reads", {})
-        unread = [own for own, one in _own(module).items() if one.requires_grad and own not in read]
+        unread = [own for own, one in _own_parameters(module).items() if one.requires_grad and own not in read]
         if unread and any(cuts.get(f"{name}.{child}") for child, _ in module.named_children() if name):
             raise ValueError(f"its plan splits layers of {name}, and says nothing of {', '.join(unread)}")
-    return {name: one for name, one in styles.items() if _own(modules[name]) or getattr(one, "travels", True)}
+    return {
+        name: one for name, one in styles.items() if _own_parameters(modules[name]) or getattr(one, "travels", True)
+    }
+
+
+def _require_fit(config: Any, rules: Plan) -> None:
+    """Raise ValueError, in a line, for a configuration with which a split model computes something else."""
+    if (why := UNFIT.get(config.model_type)) is not None:
+        raise ValueError(f"transformers' plan doesn't fit it: {why}")
+    for name, value in config.to_dict().items() if _splits_heads(rules) else ():
+        if re.search("(att|activation).*drop", name) and value:
+            raise ValueError(f"{name} is above 0, and ranks would drop the same of different heads; set it to 0")
+        if name == "clip_qkv" and value is not None:
+            raise ValueError("clip_qkv has it change in place what another layer gives, which no split layer takes")
 
 
 def _cut(style: ParallelStyle, module: nn.Module) -> Mapping[str, int]:
@@ -99,7 +106,7 @@ def _cut(style: ParallelStyle, module: nn.Module) -> Mapping[str, int]:
     if isinstance(style, Locally):
         return {own: dim for own, read in style.reads.items() if (dim := read.cut) is not None}
     if isinstance(style, ColwiseParallel):
-        return dict.fromkeys(_own(module), 0) if style.output_layouts == (Shard(-1),) else {}
+        return dict.fromkeys(_own_parameters(module), 0) if style.output_layouts == (Shard(-1),) else {}
     return {"weight": 1} if cast(RowwiseParallel, style).input_layouts == (Shard(-1),) else {}
 
 
@@ -144,7 +151,7 @@ def _style(model: Any, name: str, module: nn.Module, rules: Plan) -> ParallelSty
     if rule in LINEAR and isinstance(module, nn.Linear):
         return LINEAR[rule]()
     reads = {}
-    for own, parameter in _own(module).items():
+    for own, parameter in _own_parameters(module).items():
         own_rule = rules.get(f"{generic}.{own}", "")
         read = PARAMETERS[own_rule](parameter.dim()) if own_rule in PARAMETERS else MODULES.get(own_rule or rule)
         if read is None:
@@ -177,7 +184,7 @@ def _splits_heads(rules: Plan) -> bool:
     return any(rule == "colwise" and re.search(r"\.(q|k|v|qkv|kv|query)_\w+$", name) for name, rule in rules.items())
 
 
-def _own(module: nn.Module) -> dict[str, nn.Parameter]:
+def _own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return dict(module.named_parameters(recurse=False))
 
 
