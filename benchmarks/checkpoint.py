@@ -1,4 +1,4 @@
-"""How long a save keeps training waiting, and how long until it is on disk: ours beside its peers.
+"""The time that a save keeps training waiting, and the time until it is on disk: ours beside its peers.
 
     torchrun --nproc_per_node 2 benchmarks/checkpoint.py --quick
 

@@ -210,7 +210,7 @@ def dcp_async_save(job: Job, options: StagingOptions | None = None) -> Iterator[
 
 @contextmanager
 def torch_checkpointing(job: Job) -> Iterator[Save]:
-    """As its own pages say for hosts without a GPU."""
+    """The settings that its own pages give for hosts without a GPU."""
     from torch_checkpointing import CheckpointManager, ItemSpec
     from torch_checkpointing.checkpoint_process import CheckpointProcessConfig
     from torch_checkpointing.config import AsyncCheckpointSaverConfig

@@ -1,4 +1,4 @@
-"""Which dimension when: planned numbers for docs/dimensions.md. `python benchmarks/dimensions.py` takes some minutes.
+"""A choice of dimensions: planned numbers for docs/dimensions.md. `python benchmarks/dimensions.py` takes minutes.
 
 Each row is `fsdp2.plan` of a Llama on H100s of eight a machine, in bf16 with blocks recomputed and a sample a share. No
 such machine was measured.

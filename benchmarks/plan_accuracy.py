@@ -1,4 +1,4 @@
-"""How far what `fsdp2.plan` says of memory is from what training takes: make plan-accuracy
+"""The distance between `fsdp2.plan`'s memory and what training takes: make plan-accuracy
 
 Each row plans a training, and runs it as 2 to 4 gloo processes with the ledger of `--memory-snapshot`, beside torch's
 profiler, which tells what the CPU allocator gives. Compared is the most that the fullest rank holds. Rows are kept in a

@@ -38,7 +38,7 @@ class Row:
 
     @property
     def error(self) -> float:
-        """How much more was planned than taken, as a part of it; less is negative."""
+        """The excess of the plan over what was taken, as a part of it; less is negative."""
         return self.planned / self.most - 1
 
     @property

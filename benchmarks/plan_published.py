@@ -1,4 +1,4 @@
-"""How far what `fsdp2.plan` says of time and memory is from what others have measured on GPUs: make plan-published
+"""The distance between `fsdp2.plan`'s time and memory and what others have measured on GPUs: make plan-published
 
 Each row of published.toml is planned with its configuration. `--fit` prints the efficiencies that suit the rows marked
 `fit` best; the rows that aren't marked are the test.

@@ -73,7 +73,7 @@ def left(rows: Sequence[Row], missing: Sequence[Mapping[str, Any]]) -> list[str]
 
 
 def summary(rows: Sequence[Row]) -> list[str]:
-    """How far the plans are off: of the blind test, of all points that weren't fitted, and by source and GPU."""
+    """The plans' errors: of the blind test, of all points that weren't fitted, and by source and GPU."""
     counted = [row for row in rows if "apart" not in row.point]
     tests = [row for row in counted if not row.point.get("fit")]
     blind = [row for row in tests if row.point.get("blind")]

@@ -40,7 +40,7 @@ def constructor_code(
     buffers_cast: list[str],
     on_meta: bool,
 ) -> str:
-    """Where `model` is what FSDP was called with, code that can be run as it is. Only how a model on the meta device
+    """Code that can be run as it is, where `model` is what FSDP was called with. Only how a model on the meta device
     gets its values isn't in it, and it says so.
 
     Args:

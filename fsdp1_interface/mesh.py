@@ -1,4 +1,4 @@
-"""Which mesh a sharding strategy of FSDP1 means."""
+"""The mesh that a sharding strategy of FSDP1 means."""
 
 from __future__ import annotations
 

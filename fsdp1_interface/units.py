@@ -1,4 +1,4 @@
-"""Which modules become groups, and what happens to each before it is sharded."""
+"""The modules that become groups, and what happens to each before it is sharded."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class FullyShardedDataParallel(StateDicts, nn.Module):
         return original_class(self).__name__
 
     def __repr__(self) -> str:
-        """As FSDP1 prints it, with a wrapper, for who looks for one in it."""
+        """The model as FSDP1 prints it, with a wrapper, for who looks for one in it."""
         inner = super().__repr__().replace("\n", "\n  ")
         return f"{type(self).__name__}(\n  (_fsdp_wrapped_module): {inner}\n)" if unit_of(self) else inner
 

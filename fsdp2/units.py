@@ -22,7 +22,7 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def install(extra: str) -> str:
-    """How to install an extra. The package is in no index, and its name there may be a stranger's."""
+    """The command that installs an extra. The package is in no index, and its name there may be a stranger's."""
     return f"in the clone of this repository, pip install -e '.[{extra}]'"
 
 

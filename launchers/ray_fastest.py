@@ -71,7 +71,7 @@ def through_ray(options: RayOptions, gpu: bool, storage: str) -> Launch:
 
 
 def reason_of(text: str) -> str:
-    """Why a launch has failed, in one line."""
+    """The reason why a launch has failed, in one line."""
     if any(words in text for words in LOST):
         return KILLED
     lines = [line.strip() for line in text.splitlines() if line.strip()]

@@ -18,7 +18,7 @@ from fsdp2.options.values import check_values, location, number, one_of, option,
 
 
 class Workers(NamedTuple):
-    """How many ranks: at least, and at most. They differ in an elastic run."""
+    """The least and the most ranks. They differ in an elastic run."""
 
     least: int
     most: int
@@ -84,7 +84,7 @@ def read_groups(
     groups: Mapping[str, type],
     take: Callable[[dict[str, Any]], Any] = lambda given: None,
 ) -> tuple[list[Any], Config, Any]:
-    """As parse_groups, with a parser that has further flags, which `take` takes out of the namespace and returns."""
+    """Parse groups by a parser that has further flags, which `take` takes out of the namespace and returns."""
     for title, options in groups.items():
         add_options(parser.add_argument_group(title), options)
     given = vars(parser.parse_args(arguments))
@@ -132,7 +132,7 @@ _OF_RUNS = {
 
 
 def without_a_run(options: RayOptions) -> int:
-    """How many workers. Raises ConfigError for flags that only a run has a use for."""
+    """The number of workers. Raises ConfigError for flags that only a run has a use for."""
     workers = options.num_workers
     if workers.least != workers.most:
         raise ConfigError(f"--num-workers {workers}: is measured on one number of workers; give {workers.most}")

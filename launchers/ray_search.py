@@ -20,7 +20,7 @@ NOT_SEARCHED = ("run_dir", "resume", "resume_partial")
 
 
 class Choice(NamedTuple):
-    """How one flag is varied: a name of `WAYS` and its arguments."""
+    """The variation of one flag: a name of `WAYS` and its arguments."""
 
     way: str
     arguments: tuple[Any, ...]

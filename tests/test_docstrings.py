@@ -7,6 +7,7 @@ import importlib
 import inspect
 import io
 import pkgutil
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -132,14 +133,34 @@ def test_the_rules_see_what_they_are_for() -> None:
     assert not has_shape("The sum of the losses.")
 
 
-def test_no_docstring_begins_with_a_question() -> None:
-    """A docstring names a thing or begins with a verb: "What …" and "Whether …" make a reader wait for the noun."""
+Documented = ast.Module | ast.ClassDef | ast.FunctionDef
+
+
+def _in_all_rooms() -> Iterator[tuple[Documented, str, str]]:
+    """Each module, class and function, with its docstring and its place."""
     root = Path(fsdp2.__path__[0]).parent
-    files = [file for room in (*commands.ROOMS, "benchmarks") for file in (root / room).rglob("*.py")]
-    nodes = [(file, node) for file in files for node in ast.walk(ast.parse(file.read_text()))]
-    said = [
-        (file, ast.get_docstring(node) or "")
-        for file, node in nodes
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
-    ]
-    assert [f"{file}: {one}" for file, one in said if one.startswith(("What ", "What's ", "Whether "))] == []
+    for file in (file for room in (*commands.ROOMS, "benchmarks") for file in (root / room).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, Documented):
+                yield node, ast.get_docstring(node) or "", f"{file}:{getattr(node, 'lineno', 1)}"
+
+
+QUESTIONS = re.compile(r"(What|Whether|How|Which|Where|Why|As)\b(?!.*\?)")
+
+
+def test_no_docstring_begins_with_a_question() -> None:
+    """A docstring names a thing or begins with a verb: "What …" and "Where …" make a reader wait for the noun, and
+    "As …" sends them elsewhere. A tool may begin with the question that it answers."""
+    open_rooms = re.compile(r"/fsdp2/(run|checkpoint|data)/")  # to be read for How, Which, Where, Why and As
+    found = [f"{place}: {said}" for _, said, place in _in_all_rooms() if QUESTIONS.match(said)]
+    assert [one for one in found if not open_rooms.search(one)] == []
+
+
+def test_a_docstring_says_whether_only_of_a_bool() -> None:
+    """Of what gives nothing, or something else, "Return whether" tells a reader to look for a bool."""
+    said_of = {place: said for node, said, place in _in_all_rooms() if not _gives_bools(node)}
+    assert [f"{place}: {said}" for place, said in said_of.items() if re.match("Returns? whether|True if", said)] == []
+
+
+def _gives_bools(node: Documented) -> bool:
+    return isinstance(node, ast.FunctionDef) and "bool" in ast.unparse(node.returns or ast.Constant(None))

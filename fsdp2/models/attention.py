@@ -1,4 +1,4 @@
-"""How queries meet keys: by one of torch's kernels, or by FlexAttention where documents of a row don't see each other.
+"""Attention by one of torch's kernels, or by FlexAttention where documents of a row don't see each other.
 
 A mask has a place for each pair of a query and a key, T x T in a row, and torch's flash kernel takes none.
 FlexAttention needs to know of blocks of 128 x 128 pairs which are empty and which are full, (T / 128)^2 numbers; in the
@@ -31,7 +31,7 @@ BLOCK = 128  # queries and keys, as FlexAttention takes them by default
 
 
 def way(choice: str, device_type: str, *, apart: bool) -> str:
-    """How a model that can choose attends: `flex`, a kernel's name, or `auto` for the one that torch chooses.
+    """The way in which a model that can choose attends: `flex`, a kernel's name, or `auto` for torch's choice.
 
     On a CPU FlexAttention has no backward, and without a compiler it would hold the scores of all pairs.
 
@@ -78,7 +78,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
 
 
 def document_mask(document_ids: Tensor) -> Tensor:
-    """Which token sees which: none of another document, and none after it. (N, T) -> (N, 1, T, T) bool."""
+    """The mask by which a token sees none of another document, and none after it. (N, T) -> (N, 1, T, T) bool."""
     same = document_ids.unsqueeze(1) == document_ids.unsqueeze(2)
     return same.tril().unsqueeze(1)
 

@@ -52,7 +52,7 @@ def normal(std: float) -> Fill:
 
 
 def xavier_uniform(block: Tensor, shape: torch.Size, generator: torch.Generator) -> None:
-    """As `nn.init.xavier_uniform_`: U(-a, a) with a = sqrt(6 / (fan in + fan out)), of `shape`.
+    """U(-a, a) with a = sqrt(6 / (fan in + fan out)), of `shape`, like `nn.init.xavier_uniform_`.
 
     Source: https://proceedings.mlr.press/v9/glorot10a.html
     """
@@ -111,7 +111,7 @@ def rows_of(
 
 
 def slices_of(tensor: Tensor) -> tuple[slice, ...]:
-    """Which range of each dimension of the whole tensor this rank holds.
+    """The range of each dimension of the whole tensor that this rank holds.
 
     Raises ValueError for a DTensor whose shard is no such box.
     """

@@ -229,7 +229,7 @@ def head(model: Any) -> nn.Module:
 
 
 def splits() -> Mapping[str, ParallelStyle]:
-    """How ranks split each layer between them: heads, hidden numbers, words, and between blocks the tokens of a row."""
+    """The split of each layer between ranks: heads, hidden numbers, words, and between blocks the tokens of a row."""
     tokens, whole = Shard(1), Replicate()
     gathered = (whole, None, None, None)
     return {

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 
 class Read(NamedTuple):
-    """Where ranks have a parameter, and which plain tensor its module computes with: a rank's own, unless `gathered`.
+    """A parameter's place on ranks, and the plain tensor its module computes with: a rank's own, unless `gathered`.
 
     Attributes:
         placement: of the parameter, its gradient and its optimizer state.

@@ -1,4 +1,4 @@
-"""Return whether sequences are longer than a model's table of positions, told before the model has any memory."""
+"""Sequences longer than a model's table of positions, found before the model has any memory."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _Lookups(TorchFunctionMode):
 
 
 def too_long(spec: ModelSpec, model: nn.Module, blocks: Sequence[nn.Module], seq_len: int) -> str | None:
-    """Why a language model can't take sequences of this length, or None.
+    """The reason why a language model can't take sequences of this length, or None.
 
     A forward is tried up to the first block. What ends that of a short sequence too, such as a parameter that has no
     memory, is no reason. A table that is looked up later isn't found: the first step fails on that.
@@ -61,7 +61,7 @@ def too_long(spec: ModelSpec, model: nn.Module, blocks: Sequence[nn.Module], seq
 
 @torch.no_grad()
 def _end(spec: ModelSpec, model: nn.Module, seq_len: int) -> str:
-    """Ends a forward."""
+    """The error that ends a forward, in one line; "" if none does."""
     tokens = torch.full((1, seq_len), 3)
     inputs: Tensor | dict[str, Tensor] = tokens
     if spec.task == "seq2seq":  # the halves of a sequence

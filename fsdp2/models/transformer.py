@@ -88,7 +88,7 @@ def call(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def splits() -> Mapping[str, ParallelStyle]:
-    """How ranks split each layer between them, and a row's tokens between blocks; a row-wise bias is added once."""
+    """The split of each layer between ranks, and of a row's tokens between blocks; a row-wise bias is added once."""
     tokens, whole = Shard(1), Replicate()
     return {
         "tok_embeddings": RowwiseParallel(input_layouts=whole, output_layouts=tokens),

@@ -66,7 +66,7 @@ def loss(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def splits() -> Mapping[str, Any]:
-    """How ranks split the hidden numbers of each block between them; a row-wise bias is added once.
+    """The split of each block's hidden numbers between ranks; a row-wise bias is added once.
 
     Attention is whole on each rank: `nn.MultiheadAttention` has one weight for queries, keys and values, and takes no
     part of its heads.

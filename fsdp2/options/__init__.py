@@ -1,1 +1,1 @@
-"""How an option is declared, read from a command line or a file, checked, and refused."""
+"""Options: declared, read from a command line or a file, checked, and refused."""

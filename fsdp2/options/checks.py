@@ -167,7 +167,7 @@ def _check_attention(config: Options) -> None:
 
 
 def attention_refusals(config: Options, device_type: str) -> Iterator[str]:
-    """Why a device can't attend as `--attention` says, as far as torch's rules tell without it.
+    """Reasons why a device can't attend as `--attention` says, as far as torch's rules tell without it.
 
     Source: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp
     """

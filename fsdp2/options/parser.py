@@ -34,7 +34,7 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(re.sub(r"\S{100,}", lambda long: shown(long[0]), message.removeprefix("argument ")))
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse, for `parse_args` and a command's parser. Raises ConfigError for what nobody knows."""
+        """Parse, for `parse_args` and a command's parser. Raises ConfigError for what nobody knows."""
         words = list(sys.argv[1:] if args is None else args)
         if (empty := empty_word(words)) is not None:
             self.error(f"{empty}: is empty; give a value, or drop it")

@@ -1,4 +1,4 @@
-"""Which flags a strategy honours, and what the others lack. A flag that would do nothing is refused.
+"""Flags that a strategy honours, and what the others lack. A flag that would do nothing is refused.
 
 Each strategy states its own rules beside its code; here they become ConfigErrors.
 """

@@ -1,4 +1,4 @@
-"""How an option is declared, and how text or a value becomes one.
+"""An option's declaration, and the checks that make text or a value into one.
 
 A value is checked in one place, its `parse` function, wherever it came from: the command line gives text, a file or a
 program gives numbers and booleans.

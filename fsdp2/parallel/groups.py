@@ -1,4 +1,4 @@
-"""Which modules one `fully_shard` call takes together: what one all-gather brings.
+"""Groups: the modules that one `fully_shard` call takes, whose parameters are all-gathered together.
 
 More groups mean a lower peak (one group is whole at a time) and more, smaller collectives.
 """

@@ -26,7 +26,7 @@ def groups_ahead(options: Any) -> tuple[int | None, int | None]:
 
 
 def prefetch_forward(groups: Sequence[FSDPModule], ahead: int) -> None:
-    """When group i is about to run forward, also all-gather groups i+1 … i+ahead.
+    """Let group i all-gather groups i+1 … i+ahead too, when it is about to run forward.
 
     Args:
         groups: in forward order.
@@ -37,7 +37,7 @@ def prefetch_forward(groups: Sequence[FSDPModule], ahead: int) -> None:
 
 
 def prefetch_backward(groups: Sequence[FSDPModule], ahead: int) -> None:
-    """When group i is about to run backward, also all-gather groups i-1 … i-ahead, nearest first.
+    """Let group i all-gather groups i-1 … i-ahead too, nearest first, when it is about to run backward.
 
     The arguments are those of `prefetch_forward`.
     """

@@ -110,7 +110,7 @@ def served_otherwise(spec: ModelSpec, model_size: str, dataset: Dataset) -> list
 
 
 def attention(config: Config, spec: ModelSpec, device: torch.device) -> list[str]:
-    """Which kernel attends, of a model that attends at all."""
+    """The kernel that attends, of a model that attends at all."""
     if len(spec.attentions) == 1:
         return []
     from fsdp2.models.attention import way
@@ -137,7 +137,7 @@ def mesh(config: Config, world_size: int) -> list[str]:
 
 
 def segments(device: torch.device) -> str:
-    """Which kind of segments the allocator of GPU memory has made; nothing on a CPU."""
+    """The kind of segments that the allocator of GPU memory makes; nothing on a CPU."""
     if device.type != "cuda":
         return ""
     grow = any(segment.get("is_expandable") for segment in torch.cuda.memory_snapshot())

@@ -37,7 +37,7 @@ class Timeline:
             yield when, allocation.bytes if born else -allocation.bytes, allocation
 
     def peak(self) -> tuple[float, int]:
-        """When the most bytes were allocated, and how many."""
+        """The event after which the most bytes were allocated, and their number."""
         total = most = 0
         at = 0.0
         for when, change, _ in self.changes():

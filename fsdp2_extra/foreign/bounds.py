@@ -119,7 +119,7 @@ class _Child:
         return self._ask("__call__", some, named)[1]
 
     def _ask(self, name: str, some: tuple[Any, ...] | None = None, named: dict[str, Any] | None = None) -> Any:
-        """Return whether an attribute is a method, and its value; with arguments, the method's result."""
+        """A pair: whether an attribute is a method, and its value; with arguments, the method's result."""
         request = pickle.dumps((name, some, named))
         seconds, memory, length = self._foreign.limits(len(request))
         # An allocator keeps for later requests what an earlier, larger one was granted.

@@ -107,7 +107,7 @@ def _look(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def _fetched() -> set[str]:
-    """Where huggingface_hub and transformers keep what they fetch, and the modules of folders that they run."""
+    """Folders in which huggingface_hub and transformers keep what they fetch, and the modules that they run."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     home = os.environ.get("HF_HOME") or os.path.join(cache, "huggingface")
     own = [os.environ.get(name) for name in ("HF_HUB_CACHE", "HF_MODULES_CACHE")]

@@ -82,7 +82,7 @@ def converted(model: nn.Module) -> Iterator[Any]:
 
 
 def described(model: nn.Module, recipe: str, device_type: str) -> str:
-    """How many layers are in float8, for the header of a run."""
+    """The number of layers in float8, for the header of a run."""
     layers = list(converted(model))
     count = sum(layer.config.enable_fsdp_float8_all_gather for layer in layers)  # not those that are shared
     gathered = f", weights{f' of {count}' * (count < len(layers))} gathered so" if count else ""

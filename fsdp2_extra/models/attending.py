@@ -1,4 +1,4 @@
-"""How a model of transformers attends: by a kernel of torch's function, or by FlexAttention, if its class can.
+"""Attention of a model of transformers: by a kernel of torch's function, or by FlexAttention, if its class can.
 
 Where documents of a row don't see each other, transformers finds them in `position_ids`, and makes a mask with a place
 for each pair of tokens; for FlexAttention it makes one that knows of empty and full blocks of pairs.
@@ -18,7 +18,7 @@ from fsdp2_extra.models.hf_config import settings_of
 
 
 def attentions(config: Any, model_class: Any, task: str) -> Sequence[str]:
-    """Which of `names.ATTENTIONS` a model can follow; its configuration may say how it attends, and nothing else can.
+    """Those of `names.ATTENTIONS` that a model can follow: `auto` alone if its configuration says how it attends.
 
     Args:
         config: one that drops scores has no FlexAttention, as that of transformers drops none in training.

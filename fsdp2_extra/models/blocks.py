@@ -1,4 +1,4 @@
-"""Which modules of somebody's model are its blocks: the unit of sharding, recomputation and compilation."""
+"""The blocks of somebody's model: the unit of sharding, recomputation and compilation."""
 
 from __future__ import annotations
 

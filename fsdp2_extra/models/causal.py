@@ -1,4 +1,4 @@
-"""Return whether a language model sees what it is not to see, told by running a copy of its first blocks.
+"""A test of whether a language model sees later tokens, by running a copy of its first blocks.
 
 No attribute tells it: in a configuration of GPT-NeoX, which is causal, `is_decoder` is False.
 """

@@ -26,7 +26,7 @@ INITIAL_VALUES: Table = {"*.lora_A.*": fan_in_uniform, "*.lora_B.*": zeros}
 
 @dataclass(frozen=True)
 class Lora:
-    """Which matrices are trained.
+    """The matrices that are trained.
 
     Attributes:
         rank: of the product B A.

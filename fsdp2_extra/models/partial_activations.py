@@ -1,4 +1,4 @@
-"""Which modules of a model see a part of their activations where ranks split its layers; found on `meta`, alone.
+"""Modules that see a part of their activations where ranks split a model's layers; found on `meta`, alone.
 
 A parameter that is whole on each rank has a whole gradient where its module sees whole activations. Where it sees some
 heads alone, as a norm of queries does, or some hidden numbers, as an activation with numbers to learn, the gradient is

@@ -139,7 +139,7 @@ class Lease:
         files.guards.append(self._require_fresh)
 
     def _require_fresh(self) -> None:
-        """As `check`, if it hasn't been renewed lately: nobody takes it over within its time to live."""
+        """Check the lease if it hasn't been renewed lately: nobody takes it over within its time to live."""
         if self._lost is not None or time.monotonic() - self._renewed > self._seconds / 2:
             self._renew()
 

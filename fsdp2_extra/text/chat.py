@@ -223,7 +223,7 @@ def _files(place: Path) -> list[Path]:
 
 
 def _by_prefixes(text: str, messages: list[Any], render: Callable[..., str], where: str) -> list[Span]:
-    """Where the answers stand in the text of messages."""
+    """The places of the answers in the text of messages."""
     spans = []
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
@@ -242,7 +242,7 @@ def _by_prefixes(text: str, messages: list[Any], render: Callable[..., str], whe
 
 
 def _by_marks(text: str, marked: str, where: str) -> list[Span]:
-    """Where in a text that stands which a template marks as an answer, by the same text with marks.
+    """The places in a text that a template marks as an answer, by the same text with marks.
 
     Transformers gives places, too, which are wrong for a mark in a macro, a filter or a block of `set`.
     """
@@ -286,7 +286,7 @@ def _with_one_date(template: str) -> str:
 
 
 def _template_file(folder: Path) -> Path:
-    """Where a tokenizer's chat template is: in a file of its own, which counts first, or among the settings.
+    """The place of a tokenizer's chat template: in a file of its own, which counts first, or among the settings.
 
     chat_template.json isn't it: in that one transformers looks for the template of a processor.
     """

@@ -107,7 +107,7 @@ def unread(form: str, fields: Fields) -> set[str]:
 
 
 def formless(there: Iterable[str], fields: Fields, line: Mapping[str, Any] = {}) -> str:
-    """Why a line with these fields has no form, and what to do, by its values if they are known."""
+    """The reason why a line with these fields has no form, and what to do, by its values if they are known."""
     has = f"it has {', '.join(list(map(str, there))[:8]) or 'none'}"
     for ours, theirs in of_line(fields).items():
         if theirs not in there:

@@ -72,7 +72,7 @@ def _training(dataset: Dataset, each: int | None) -> list[str]:
 
 
 def _read(about: dict[str, Any]) -> list[str]:
-    """Which field became what, where it isn't the one that a file of text or conversations has by default."""
+    """The fields that were read, if they aren't those that a file of text or conversations has by default."""
     field, of_chat = about["field"], about["kind"] == "chat"
     if about["fields"]:
         return [f"read: {FORMS[field].read_as}, as conversations; --chat-fields {printable(about['fields'])}"]
@@ -140,7 +140,7 @@ def _name(token: str) -> str:
 
 
 def _learned(dataset: Dataset, each: int | None) -> tuple[int, int]:
-    """How many targets the sequences for training have, and how many tokens. For `each` see `_training`."""
+    """The numbers of targets and of tokens of the sequences for training. For `each` see `_training`."""
     split: Any = dataset.train
     if each is not None:
         return len(split) * each, len(split) * getattr(split, "windows", split).seq_len
@@ -166,7 +166,7 @@ def _turn(dataset: Dataset) -> str:
 
 
 def _tokenizer(about: dict[str, Any]) -> str:
-    """How documents begin and end, and which settings of a tokenizer.json aren't followed."""
+    """The begin and end of documents, and the settings of a tokenizer.json that aren't followed."""
     frame = ", ".join(f"{what} with {_name(about[what]) or 'no token of its own'}" for what in ("begins", "ends"))
     day = f", of which the date is {about['day']}" if about.get("day") else ""
     chat = about["kind"] == "chat"

@@ -199,7 +199,7 @@ def _changed(messages: list[Any], change: Callable[[Any, int], Any]) -> list[Any
 
 
 def _printed(messages: list[Any], render: Callable[[list[Any]], str]) -> int:
-    """How many of the marks a template prints; -1 if it refuses them, or prints parts as objects."""
+    """The number of marks that a template prints; -1 if it refuses them, or prints parts as objects."""
     with suppress(Exception):  # of the template, which is a program of its own
         text = render(messages).lower()
         if not SHOWN_PART.search(text):
@@ -208,7 +208,7 @@ def _printed(messages: list[Any], render: Callable[[list[Any]], str]) -> int:
 
 
 def _joined(content: Any, _: int) -> Any:
-    """As text: its parts are lines, as vLLM joins them where a template takes text."""
+    """A content's text: its parts are lines, as vLLM joins them where a template takes text."""
     return "\n".join(part["text"] for part in content) if isinstance(content, list) else content
 
 

@@ -115,7 +115,7 @@ def _mixed(name: str, made: Sequence[Dataset]) -> Dataset:
 
 
 def counts_of(lengths: Sequence[int], shares: Sequence[float]) -> list[int]:
-    """How many sequences of each source make up an epoch, of which one has all of its own once and none has fewer."""
+    """The number of sequences of each source in an epoch, of which one has all of its own once and none has fewer."""
     scale = max(length / share for length, share in zip(lengths, shares, strict=True))
     most = float(2 * MOST)  # which an epoch can't have; the scale may be infinite
     return [max(length, round(min(scale * share, most))) for length, share in zip(lengths, shares, strict=True)]

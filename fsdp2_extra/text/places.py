@@ -1,4 +1,4 @@
-"""Where text lies: the files of a path, a folder or a pattern, and names of what the library `datasets` reads."""
+"""The places of text: the files of a path, a folder or a pattern, and names of what the library `datasets` reads."""
 
 from __future__ import annotations
 

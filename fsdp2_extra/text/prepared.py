@@ -259,7 +259,7 @@ def _open_splits(
 
 
 def _answers(split: str, ends: numpy.ndarray, learn: numpy.ndarray, targets: numpy.ndarray) -> int:
-    """How many answers conversations have. Raises ValueError if their columns disagree."""
+    """The number of answers in conversations. Raises ValueError if their columns disagree."""
     count = int(ends[-1]) if len(ends) else 0
     if (len(learn), len(targets)) != (count, len(ends)):
         raise ValueError(f"columns of its {split} split have other lengths than its tokens and conversations")
@@ -291,7 +291,7 @@ def _usable(
 
 
 def why_left_out(left_out: Mapping[str, int], seq_len: int) -> str:
-    """How many conversations can't be learned, and why, in words."""
+    """The number of conversations that can't be learned, and the reasons, in words."""
     words = {TOO_LONG: f"longer than --seq-len {seq_len} (none is cut)", UNLEARNED: "without an answer to learn"}
     return " and ".join(f"{count:,} {words[why]}" for why, count in left_out.items())
 

@@ -45,7 +45,7 @@ def bounded(file: File, make: Callable[[], Iterator[Row]]) -> Iterator[Row]:
 
 
 def blocks(rows: Iterator[Row]) -> Iterator[list[Row]]:
-    """As many rows as are read, or tokenised, together."""
+    """Rows in blocks of as many as are read, or tokenised, together."""
     block: list[Row] = []
     size = 0
     for row in rows:

@@ -46,7 +46,7 @@ class Tokenizer(Protocol):
         ...
 
     def unlike(self, first: Sequence[numpy.ndarray] = ()) -> str:
-        """How transformers reads text differently with the files beside it, in a clause; "" where it doesn't.
+        """The difference in how transformers reads text with the files beside it, in a clause; "" if there is none.
 
         Args:
             first: tokens of some documents, (n,) each, whose texts are tried too.
@@ -55,7 +55,7 @@ class Tokenizer(Protocol):
 
     @property
     def names(self) -> Sequence[str]:
-        """How each token is shown."""
+        """The text by which each token is shown."""
         ...
 
 

@@ -137,7 +137,7 @@ class FromFile:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
 
     def unlike(self, first: Sequence[numpy.ndarray] = ()) -> str:
-        """How AutoTokenizer reads text differently, that of the `first` tokens too; "" where it doesn't."""
+        """The difference in how AutoTokenizer reads text, that of the `first` tokens too; "" if there is none."""
         from fsdp2_extra.text.auto_tokenizer import unlike
 
         end, texts = "" if self.end is None else self.decode([self.end]), [self.decode(one.tolist()) for one in first]

@@ -73,7 +73,7 @@ class Documents(_Windows):
         return max(0, (len(self.tokens) - 1) // self.seq_len)
 
     def target_count(self, rows: Rows) -> int:
-        """How many targets these windows have that aren't `IGNORED`; no token is read for it."""
+        """The number of targets of these windows that aren't `IGNORED`; no token is read for it."""
         starts = numpy.asarray(rows, dtype=numpy.int64) * self.seq_len
         if not self.apart:
             return len(starts) * self.seq_len
@@ -145,7 +145,7 @@ class Conversations(_Windows):
         return float(self.ends[-1] / (len(self) * self.seq_len))
 
     def target_count(self, rows: Rows) -> int:
-        """How many targets these windows have that aren't `IGNORED`; no token is read for it."""
+        """The number of targets of these windows that aren't `IGNORED`; no token is read for it."""
         numbers = numpy.asarray(rows, dtype=numpy.int64)
         return int((self.targets[self.first[numbers + 1]] - self.targets[self.first[numbers]]).sum())
 
@@ -199,7 +199,7 @@ class Mixture(TorchDataset[Item]):
         return float(numpy.average(shares, weights=numpy.diff(self.begins)))
 
     def target_count(self, rows: Rows) -> int:
-        """How many targets these sequences have that aren't `IGNORED`; no token is read for it."""
+        """The number of targets of these sequences that aren't `IGNORED`; no token is read for it."""
         return sum(split.target_count(own) for split, _, own in self._by_split(rows))
 
     def __getitem__(self, index: int) -> Item:

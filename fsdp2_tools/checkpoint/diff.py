@@ -81,7 +81,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def difference(a: Tensor, b: Tensor) -> tuple[int, float]:
-    """How many values of two tensors of one shape and dtype differ, and by how much at most.
+    """The number of values that differ between two tensors of one shape and dtype, and the largest difference.
 
     A NaN equals a NaN; between a NaN or an infinity and another value the difference is nan or inf.
     """

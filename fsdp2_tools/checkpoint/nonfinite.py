@@ -1,4 +1,4 @@
-"""Which weights hold NaN or infinity: they are copied as they are, never without a word."""
+"""A notice of weights that hold NaN or infinity: they are copied as they are, never without a word."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def list_checkpoints(run: str, *, quick: bool) -> int:
 
 
 def _modified(files: Files) -> float | None:
-    """When a local folder last changed. On an object store a folder has no such time."""
+    """The time at which a local folder last changed. On an object store a folder has none."""
     return files.root.lstat().st_mtime if isinstance(files, LocalFiles) else None
 
 
@@ -126,7 +126,7 @@ def _verify_one(files: Files) -> int:
 
 
 def _read_all(files: Files, marker: Mapping[str, Any], weights: Nonfinite) -> tuple[int, int]:
-    """How many tensors and plain values there are. Raises DamagedCheckpoint that names what can't be read."""
+    """The number of tensors and plain values. Raises DamagedCheckpoint that names what can't be read."""
     listed: Container[str] = marker["files"]
     full = [f"{files}/{name}" for name in files.list("") if name.endswith(".pt") and name in listed]
     if is_safetensors(files):

@@ -48,7 +48,7 @@ def cells(found: Sequence[Measured]) -> list[list[str]]:
 
 
 def equality(row: Measured, reference: Measured) -> str:
-    """True if each loss equals the reference's, bit for bit; else from which step on, and by how much at most."""
+    """`equal` if each loss is the reference's, bit for bit; else the first step that differs, and the most."""
     if row is reference:
         return "reference"
     pairs = list(zip(row.losses, reference.losses, strict=True))

@@ -58,7 +58,7 @@ def samples(dataset: Dataset, decode: Decode, count: int) -> Iterator[str]:
 
 
 def _ends(split: Documents | Conversations, number: int) -> list[int]:
-    """Where documents end in a sequence; of conversations, the last one where its empty rest begins."""
+    """The places where documents end in a sequence; the last conversation ends where the empty rest begins."""
     if isinstance(split, Conversations):
         first, *ends = split.ends[split.first[number] : split.first[number + 1] + 1].tolist()
         return [end - first for end in ends]

@@ -1,4 +1,4 @@
-"""How far the hosts' clocks are apart, asked through the store with its own error bars."""
+"""The distance between the hosts' clocks, asked through the store with its own error bars."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ TRIALS = 5
 
 
 def patience(here: Here) -> timedelta:
-    """How long a group waits for a collective.
+    """The time that a group waits for a collective.
 
     gloo's gives up before the question's time is over, so that its ranks can meet again in another group. nccl's never
     does so within an examination: its watchdog would end the process, and with it the report.
@@ -34,7 +34,7 @@ def patience(here: Here) -> timedelta:
 
 
 def no_parts(device: torch.device) -> str:
-    """Why parts of the ranks can't be tried after a collective hangs; empty if they can."""
+    """The reason why parts of the ranks can't be tried after a collective hangs; empty if they can."""
     if device.type == "cuda":
         return "on GPUs"
     return "in a launcher's group" if dist.is_initialized() else ""

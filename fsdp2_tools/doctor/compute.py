@@ -1,4 +1,4 @@
-"""How fast each rank computes: a product of matrices and a copy in memory. A straggler is named."""
+"""The speed of each rank in a product of matrices and a copy in memory. A straggler is named."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def measure(here: Here, seconds: float) -> dict[str, float]:
 
 
 def _rate(work: Callable[[], Any], device: torch.device, seconds: float) -> float:
-    """How often a second it is done."""
+    """Repetitions a second."""
 
     def wait() -> None:
         if device.type == "cuda":

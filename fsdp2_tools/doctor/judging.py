@@ -51,7 +51,7 @@ def status(rows: Iterable[Row]) -> int:
 
 
 class Hosts:
-    """Which rank is on which host. A host is a name with an address: containers and namespaces may share a name.
+    """The host of each rank. A host is a name with an address: containers and namespaces may share a name.
 
     Args:
         found: rank -> (host name, own address).
@@ -80,7 +80,7 @@ class Hosts:
 
 
 def far_above(values: Mapping[K, float], times: float, least: float = 0.0) -> list[K]:
-    """Whose value is far above the others': a slow rank, from seconds.
+    """The ranks whose value is far above the others': slow ones, from seconds.
 
     A value is far if it is so many times the median, beyond it by `least`, and by five deviations, which are estimated
     by the median absolute deviation: a few slow ranks don't hide themselves, as they would in a mean. Of two values the

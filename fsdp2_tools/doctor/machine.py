@@ -175,7 +175,7 @@ def memory(first: Mapping[int, Mapping[str, Any]], hosts: Hosts) -> list[Row]:
 
 
 def cores(found: Mapping[int, Mapping[str, Any]], local: Mapping[int, int], hosts: Hosts) -> list[Row]:
-    """True if the ranks of a host have a core for each thread: by quota, and by the cores that they may run on."""
+    """A row that compares threads of a host's ranks with their cores, by quota and by those they may run on."""
     have: dict[int, float] = {}
     need: dict[int, float] = {}
     for rank, one in found.items():

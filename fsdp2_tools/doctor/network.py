@@ -182,7 +182,7 @@ def _received(link: socket.socket, count: int) -> bytes:
 
 
 def _segments(link: socket.socket) -> dict[str, int]:
-    """How many segments this side had to send again, of how many; Linux alone tells."""
+    """The segments that this side had to send again, and all that it sent; Linux alone tells."""
     option = getattr(socket, "TCP_INFO", None)
     info = link.getsockopt(socket.IPPROTO_TCP, option, 256) if option else b""
     if len(info) < _TCP_INFO_SENT + 4:
@@ -272,7 +272,7 @@ def slow_pairs(found: Mapping[Pair, Mapping[str, Any]], hosts: Hosts, size: int)
 
 
 def blame(guilty: Collection[Pair], every: Collection[Pair], hosts: Hosts) -> str:
-    """Who explains these bad pairs: a host, two hosts or a rank all of whose pairs are bad, else the pairs.
+    """The explanation of bad pairs: a host, two hosts or a rank all of whose pairs are bad, else the pairs.
 
     A host is judged by its pairs with other hosts alone. With one other host they don't say which of the two it is.
     """

@@ -76,7 +76,7 @@ def other_way(config: Config, measured: Mapping[str, Any]) -> Config | None:
 
 
 def not_apart(device: str, measured: Mapping[str, Any]) -> str:
-    """Why nothing is known of exchanges among a part of the ranks; empty if it is."""
+    """The reason why nothing is known of exchanges among a part of the ranks; empty if it is."""
     if device == "cpu" or measured["hosts"] == 1:  # all-gathers on links of one kind tell about each part
         return ""
     return "not known, since GPUs' links within a host and between hosts aren't measured apart"
@@ -91,7 +91,7 @@ def lines(plain: StepTime, other: StepTime | None, replicas: int) -> list[str]:
 
 
 def _exposed(group: Group, other: StepTime) -> str:
-    """How long a step waits for the same exchange there."""
+    """The time that a step waits for the same exchange there."""
     same = (group.name, group.phase, group.exchange)
     waits = next((one.exposed for one in other.groups if (one.name, one.phase, one.exchange) == same), 0.0)
     return f"{waits:.2g} ms" if waits >= 0.005 else "none"

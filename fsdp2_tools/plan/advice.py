@@ -1,4 +1,4 @@
-"""Which flags make a plan fit, and what a plan that fits could do without: found by planning with them."""
+"""Flags that make a plan fit, and flags that a plan which fits could do without: found by planning with them."""
 
 from __future__ import annotations
 

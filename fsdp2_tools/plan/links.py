@@ -1,4 +1,4 @@
-"""How long a collective takes on the links between its ranks: latency and bandwidth (α-β)."""
+"""The time of a collective on the links between its ranks: latency and bandwidth (α-β)."""
 
 from __future__ import annotations
 

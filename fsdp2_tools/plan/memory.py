@@ -115,7 +115,7 @@ def _events(done: Execution, elsewhere: Keep) -> Iterator[tuple[int, int, str]]:
 
 
 def stream_of(allocation: Allocation, kind: str) -> str:
-    """Where FSDP2 allocates it: buffers of all-gathers, and what a reduce-scatter leaves, which is the gradients."""
+    """The stream on which FSDP2 allocates it: buffers of all-gathers, and gradients, which a reduce-scatter leaves."""
     if kind == "gradients":
         return "reduce-scatter"
     return allocation.operation if allocation.operation in STREAMS else COMPUTATION

@@ -1,4 +1,4 @@
-"""When each operator of a step runs: the order in which FSDP2 issued them, replayed on its streams.
+"""The times of a step's operators: the order in which FSDP2 issued them, replayed on its streams.
 
 The operators and their order are those of the real step (see execute.py), prefetching, resharding, recomputation and
 accumulation included. A clock for the CPU, which issues one after the other, and one for each stream give the times:
@@ -161,7 +161,7 @@ def replay(
 
 
 class _Clocks:
-    """When the CPU, the computation and each kind of exchange are done with what was run so far, in seconds."""
+    """The seconds at which the CPU, the computation and each kind of exchange are done with what was run so far."""
 
     def __init__(self, phases: Sequence[str], name_of: Callable[[Event], str], *, on_cpu: bool) -> None:
         self._phases, self._name_of, self._on_cpu = phases, name_of, on_cpu

@@ -1,4 +1,4 @@
-"""Which settings are best: flags, groups and meshes, each planned, the fastest that fit first."""
+"""A search for the best settings: flags, groups and meshes, each planned, the fastest that fit first."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """As it stands on a command line."""
+        """The words of a command line."""
         return name_of(self.changes)
 
     @property

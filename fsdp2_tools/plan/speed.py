@@ -1,4 +1,4 @@
-"""How fast a GPU computes and how fast its links are: the part of its table that a plan of time needs."""
+"""The speed of a GPU and of its links: the part of its table that a plan of time needs."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
 
 
 def _ranks(values: Sequence[Any]) -> tuple[int, int]:
-    """How many ranks a collective has and how far they stand from each other, by the group among its arguments."""
+    """The number of ranks of a collective and their distance, by the group among its arguments."""
     group = group_of(values)
     if group is None:
         return dist.get_world_size(), 1

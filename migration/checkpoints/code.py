@@ -19,7 +19,7 @@ from fsdp2.options.errors import ConfigError
 
 @dataclass(frozen=True)
 class Code:
-    """How to make a model and its loss. It can be sent to another process.
+    """The way to make a model and its loss. It can be sent to another process.
 
     Attributes:
         model: a name of `fsdp2.train`, or `module:factory`, which returns the unwrapped module.

@@ -84,7 +84,7 @@ def convert(place: Path, out: str, choice: Choice) -> Converted:
 
 
 def _progress(origin: Origin) -> dict[TreePath, Entry]:
-    """Where the run stands, if the source says so. Its metrics are in no file of ours."""
+    """The run's progress, if the source says so. Its metrics are in no file of ours."""
     if origin.step_from is None:
         return {}
     where = "how far the run had come"

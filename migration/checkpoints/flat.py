@@ -99,7 +99,7 @@ class Recover:
 
 
 def layout(unit: Unit, size: int, itemsize: int, ranks: int) -> list[int]:
-    """Where each parameter of a unit begins in a flat tensor of that size. Raises Refused if none fits exactly."""
+    """The begin of each parameter of a unit in a flat tensor of that size. Raises Refused if none fits exactly."""
     for aligned in (1, _ALIGNMENT // itemsize):
         at, offsets = 0, []
         for _, shape in unit.parameters:

@@ -32,6 +32,6 @@ def stripped(names: Iterable[str]) -> dict[str, str]:
 
 
 def removed(names: dict[str, str]) -> list[str]:
-    """Which wrappers' names were taken out, for the report."""
+    """The wrappers' names that were taken out, for the report."""
     found = {part for name, short in names.items() if name != short for part in name.split(".")}
     return [f"{part}." for part in (*ANYWHERE, IN_FRONT) if part in found]

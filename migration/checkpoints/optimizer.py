@@ -30,7 +30,7 @@ SAVE_AGAIN = (
 
 
 def find(tree: Tree) -> list[TreePath]:
-    """Where optimizers' state dicts are: wherever there are parameter groups."""
+    """The places of optimizers' state dicts: wherever there are parameter groups."""
     places = {path[: path.index("param_groups")] for path in tree if "param_groups" in path[:-1]}
     return sorted(places, key=dotted)
 
@@ -231,7 +231,7 @@ def _single(wanted: Sequence[tuple[int, ...] | None], there: Sequence[tuple[int,
 
 
 def _early(wanted: Sequence[tuple[int, ...] | None], there: Sequence[tuple[int, ...]]) -> list[int]:
-    """Where each shape stands behind the one before it, the first such place; -1 for those that aren't found."""
+    """The first place of each shape behind the one before it; -1 for those that aren't found."""
     rest = iter(enumerate(there))
     return [next((index for index, other in rest if shape in (None, other)), -1) for shape in wanted]
 

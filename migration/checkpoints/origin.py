@@ -166,7 +166,7 @@ def _model_of(found: Found, wanted: str | None) -> tuple[Piece, TreePath]:
 
 
 def _models(tree: Tree) -> list[TreePath]:
-    """Where a model's state dict may be: under a usual key, or the whole of a flat dict of tensors."""
+    """The places where a model's state dict may be: under a usual key, or the whole of a flat dict of tensors."""
     usual = [(*around, key) for around in AROUND for key in MODEL_KEYS]
     named = [prefix for prefix in usual if any(e.meta is not None for e in below(tree, prefix).values())]
     if named:

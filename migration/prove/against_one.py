@@ -58,7 +58,7 @@ def scales(one: Record, several: Record) -> dict[str, tuple[float, float]]:
 
 
 def larger(one: Record, several: Record) -> float:
-    """How many times one rank's samples all ranks together get, in the first step in which a loader gives any."""
+    """The samples of all ranks by those of one, in the first step in which a loader gives any."""
     for step in _steps(one, several):
         if one.samples("loader", step):
             counts = [[len(record.samples(by, step)) for record in (several, one)] for by in one.sources[:2]]
@@ -279,7 +279,7 @@ def _compare_gradients(one: Record, several: Record, when: str) -> Named:
 
 
 def _factor(found: Print, expected: Print) -> tuple[float, float]:
-    """How many times as large one is, and how far it is from exactly that, in units of its norm."""
+    """The factor between two, and their distance from exactly that, in units of the norm."""
     factor = found.norm / expected.norm if expected.norm else 1.0
     return factor, found.distance(expected, factor) / (found.norm or 1.0)
 

@@ -72,7 +72,7 @@ class Program:
         return self._read(folder)
 
     def settings(self, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
-        """As `rank.run` takes them."""
+        """The settings that `rank.run` takes."""
         return {"folder": str(folder), **settings} | {"stand_in": self.stand_in}
 
     def _environment(self, rank: int, port: int) -> dict[str, str]:

@@ -119,7 +119,7 @@ def _strides(shape: torch.Size) -> list[int]:
 
 
 def fsdp1_facts(roots: list[nn.Module]) -> dict[str, bool]:
-    """Return whether there are units of FSDP1 in which it is wrong itself.
+    """Kinds of units in which FSDP1 is wrong itself, and whether there are any.
 
     `keeps_gathered`: SHARD_GRAD_OP with `use_orig_params`. `apart`: replicas of shards of one rank, which take it for
     NO_SHARD within that rank. Of these only `use_orig_params` isn't public.

@@ -23,7 +23,7 @@ class Record:
 
     @cached_property
     def steps(self) -> int:
-        """How many were recorded by all ranks."""
+        """The number of steps that all ranks recorded."""
         return min(sum(self._is(event, "state", when="after") for event in events) for events in self.ranks)
 
     def of(self, rank: int, kind: str, step: int | None = None, **fields: Any) -> list[Event]:
@@ -83,7 +83,7 @@ class Record:
         return found
 
     def cuts(self) -> dict[str, list[tuple[int, int]]]:
-        """Where the ranks' parts of each tensor begin and end, of those whose values lie together."""
+        """The begin and end of the ranks' parts of each tensor, of those whose values lie together."""
         found: dict[str, set[tuple[int, int]]] = {}
         for rank in range(len(self.ranks)):
             for name, parts in self.parts(rank, 1, "before").items():
@@ -93,7 +93,7 @@ class Record:
 
     @cached_property
     def sources(self) -> list[str]:
-        """Where samples are seen: in what models get, in what loaders give, in what their samplers draw."""
+        """The places where samples are seen: in what models get, in what loaders give, in what their samplers draw."""
         return [by for by in SOURCES if self.of(0, "data", by=by)]
 
     def samples(self, by: str, step: int, rank: int | None = None, rows: str = "rows") -> list[int]:

@@ -1,4 +1,4 @@
-"""Which reads a sharded model reaches: those behind where it is made, and not in a branch for other models."""
+"""Reads that a sharded model reaches: those behind where it is made, and not in a branch for other models."""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ def _yaml(source: Source) -> Any:
 
 
 def _size(value: Any, known: dict[int, int]) -> int:
-    """How many values there are if each alias is what it stands for."""
+    """The number of values if each alias is what it stands for."""
     if id(value) not in known and isinstance(value, Mapping | list):
         known[id(value)] = LIMIT + 1  # of what holds itself
         below = value.values() if isinstance(value, Mapping) else value

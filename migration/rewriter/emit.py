@@ -1,4 +1,4 @@
-"""Where the lines of a moved constructor go: in place of the statement that it stands in."""
+"""The lines of a moved constructor, which take the place of the statement that it stands in."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Emission:
         self.edits.replace(self.module.span(self.node), root.replace("\n", self.module.source.newline))
 
     def _shape(self) -> tuple[str, str]:
-        """How the call stands in its statement, and what it is assigned to."""
+        """The way in which the call stands in its statement, and what it is assigned to."""
         above = self.module.parent(self.node)
         if isinstance(above, cst.Assign) and len(above.targets) == 1:
             target = self.module.code(above.targets[0].target)

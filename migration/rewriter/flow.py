@@ -1,4 +1,4 @@
-"""Where FSDP1's class and its models may go: one forward flow of values, through whatever holds them.
+"""The ways of FSDP1's class and its models: one forward flow of values, through whatever holds them.
 
 Each expression, variable, attribute and container has the set of values that it may have, which grows until nothing
 changes. A value is FSDP1's class, a model, a method of one, or something of the program that can hold or make them: a

@@ -47,7 +47,7 @@ def files() -> dict[str, str]:
 
 
 class Home:
-    """Where a program's files import the interface from: one copy, since its class is asked for with isinstance.
+    """The module that a program's files import the interface from: one copy, since isinstance asks for its class.
 
     Raises Undecided if they can't all import one.
     """

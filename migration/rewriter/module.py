@@ -114,7 +114,7 @@ class Module:
         )
 
     def order(self, node: cst.CSTNode) -> int:
-        """Where a node stands among all nodes, which is known before its position is."""
+        """A node's number among all nodes, which is known before its position is."""
         return self._spans[id(node)][0]
 
     def code(self, node: cst.CSTNode) -> str:

@@ -1,4 +1,4 @@
-"""Where the names of FSDP1 are read, under whatever other name, and how its class goes from one place to another."""
+"""Reads of FSDP1's names, under whatever other name, and the ways of its class from one place to another."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ HOW = {
 
 
 def how_it_travels(node: cst.CSTNode, module: Module) -> str:
-    """Where a value goes, for a reader who has to change it by hand."""
+    """The way of a value, for a reader who has to change it by hand."""
     line = module.line(node)
     for above in module.ancestors(node):
         if isinstance(above, cst.Arg) and isinstance(call := module.parent(above), cst.Call):

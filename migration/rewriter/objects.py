@@ -60,7 +60,7 @@ class Objects(Branches):
         return MODEL in self.values.get(id(node), ())
 
     def may_be(self, node: cst.CSTNode, kind: Value) -> str:
-        """Where an expression has it from that it may be the class, a model or a method; "" if it may not."""
+        """The source by which an expression may be the class, a model or a method; "" if it may not."""
         return self.values.get(id(node), {}).get(kind, "")
 
     # --- places and what flows between them ---
@@ -214,7 +214,7 @@ class Objects(Branches):
                 self._bind(element.value, part, module)
 
     def _holds(self, target: cst.Subscript, start: Place, module: Module, origin: str) -> None:
-        """Where models are put into something, its parameters are theirs, whatever it is."""
+        """Follow models into what they are put into: its parameters are theirs, whatever it is."""
         held, box, key = ("held", id(target)), ("box", id(target), HELD), key_of(target)
         self._put(box, key, start)
         if key is None:

@@ -1,4 +1,4 @@
-"""Where a program says itself that something is a sharded model, or one that is made of such parts."""
+"""Statements of a program that something is a sharded model, or one that is made of such parts."""
 
 from __future__ import annotations
 
