@@ -82,7 +82,7 @@ def require_same(flags, place: store.Store) -> None:
         with suppress(store.DamagedCheckpoint):  # restoring it says that
             began = store.read_marker(place.checkpoint(steps[-1])).get("began", {})
     for name, was in broadcast(began).items():
-        if was != (now := getattr(flags, name)):
+        if name in AS_IT_BEGAN and was != (now := getattr(flags, name)):
             was, now = ("none" if one is None else one for one in (was, now))
             raise ConfigError(
                 f"{flags.out}: began with {flag_of(name)} {was}, and not {now}; give that, or another OUT"

@@ -70,10 +70,8 @@ def temporary(below: Path | None = None) -> Iterator[Path]:
 
 
 def write(path: Path, content: str | bytes, flag: str = "--out") -> None:
-    """Write a file. Raises ConfigError with the flag that its place was given by.
-
-    A stranger's name may hold half of a surrogate pair, which no encoding has: it is written as an escape.
-    """
+    """Write a file. Raises ConfigError with the flag that its place was given by."""
+    # A stranger's name may hold half of a surrogate pair, which no encoding has.
     raw = content.encode(errors="backslashreplace") if isinstance(content, str) else content
     with _explained(path, flag):
         publish(LocalFiles(path.parent), path.name, raw)

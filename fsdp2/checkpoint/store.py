@@ -93,7 +93,7 @@ _PARTS: dict[str, type] = {
     "files": dict,
     "world_size": int,
     "source": str,
-    **dict.fromkeys(("model", "config", "mesh", "optimizer", "adapters", "kept", "tokenizer"), dict),
+    **dict.fromkeys(("model", "config", "mesh", "optimizer", "adapters", "kept", "tokenizer", "began"), dict),
     **dict.fromkeys(("finite", "imported"), bool),
 }
 _LONGEST_NUMBER = 20  # digits: an integer of 64 bits, written out, has no more

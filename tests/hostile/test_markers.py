@@ -120,6 +120,7 @@ WRITTEN: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "an import that is a table": (lambda m: m.update(imported={}), "its imported is not as it was written"),
     "a source that is a list": (lambda m: m.update(source=["x"]), "its source is not as it was written"),
     "a tokenizer that is a list": (lambda m: m.update(tokenizer=[1]), "its tokenizer is not as it was written"),
+    "settings of its beginning that are a number": (lambda m: m.update(began=5), "its began is not as it was written"),
     "finite text": (lambda m: m.update(finite="x"), "its finite is not as it was written"),
 }
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from examples import dpo, own_loop
+from fsdp2.checkpoint import files, store
 from fsdp2.checkpoint.sources.opening import opened
 from fsdp2.checkpoint.sources.source import weights
 from fsdp2.data.loader import Batches
@@ -229,6 +230,12 @@ def test_dpo_goes_on_as_it_began(ranks: Ranks, tmp_path: Path) -> None:
     ):
         for said in ranks.run(_refused, model, tmp_path / "out", flag):
             assert re.search(why, said)
+    # What a stranger's marker names beside these is no flag.
+    place = store.Store(files.LocalFiles(f"{tmp_path}/out/checkpoints"))
+    checkpoint = place.checkpoint(place.committed()[-1])
+    marker = {key: value for key, value in store.read_marker(checkpoint).items() if key != store.HASH}
+    store.write_marker(checkpoint, {**marker, "began": {"nosuch": 1}})
+    assert ranks.run(_dpo_on_ranks, folder, tmp_path / "out", 3)
 
 
 @pytest.mark.parametrize("more", [(), ("--lora=4",)], ids=["weights", "adapters"])
