@@ -87,7 +87,7 @@ def file_system(folder: Path) -> str:
 
 
 def temporary_folder() -> str:
-    """Where a file as large as a shard may lie until it is uploaded: $TMPDIR, as it is, or else a folder on a disk.
+    """The folder for a file as large as a shard until it is uploaded: $TMPDIR, as it is, or else one on a disk.
 
     On many machines /tmp is memory, and a rank's shards would be in it a second time. Then it is /var/tmp. Raises
     OSError if that is memory too, or can't be written to: who means it sets TMPDIR.

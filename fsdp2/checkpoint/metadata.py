@@ -171,7 +171,7 @@ def _are_parts(path: Iterable[Any]) -> bool:
 
 
 def misses(size: Sequence[int], chunks: Sequence[tuple[Sequence[int], Sequence[int]]]) -> str | None:
-    """How chunks, (offsets, sizes) each, fail to cover a tensor exactly; None if they do. Equal ones count once."""
+    """The way chunks, (offsets, sizes) each, fail to cover a tensor exactly; None if they do. Equal ones count once."""
     boxes = {(tuple(offsets), tuple(sizes)) for offsets, sizes in chunks}
     for offsets, sizes in boxes:
         fits = len(offsets) == len(sizes) == len(size) and all(

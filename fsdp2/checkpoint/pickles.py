@@ -84,7 +84,7 @@ def require_small(value: Any, limit: int) -> None:
 
 
 def _weigh(value: Any, limit: int, seen: dict[int, tuple[int, int]], depth: int) -> tuple[int, int]:
-    """How much a value weighs as a tree, and its height."""
+    """The weight of a value as a tree, and its height."""
     if isinstance(value, (str, bytes, bytearray)):
         return 1 + len(value), 0
     if not isinstance(value, (dict, list, tuple, set, frozenset)):

@@ -19,7 +19,7 @@ from fsdp2.checkpoint.refusal import Refused
 
 
 def misfit(saved: Any, target: Any) -> str | None:
-    """How a tensor's dtype or shape differs from its target's, or which part of it is missing; None if it fits."""
+    """A tensor's difference from its target in dtype or shape, or the part that is missing; None if it fits."""
     if isinstance(saved, TensorStorageMetadata) != isinstance(target, Tensor):
         here, there = ("a tensor", "a plain value") if isinstance(target, Tensor) else ("a plain value", "a tensor")
         return f"{there} in the checkpoint, {here} here"

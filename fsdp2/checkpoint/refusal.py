@@ -1,4 +1,4 @@
-"""How what a stranger has named or written is refused: in one printable line of bounded length."""
+"""Refusals of what a stranger has named or written: one printable line of bounded length."""
 
 from __future__ import annotations
 

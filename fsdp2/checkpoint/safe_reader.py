@@ -62,7 +62,7 @@ class SafeReader(dcp.FileSystemReader):
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """As in the base class, but for the checks: what is read must be what `.metadata` says."""
+        """Read as the base class does, and check that it is what `.metadata` says."""
         by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             by_file.setdefault(self._place(item).relative_path, []).append(item)

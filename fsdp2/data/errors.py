@@ -1,4 +1,4 @@
-"""How data can fail to be there. Each message is one line that says why, and what to do instead."""
+"""Errors of data that can't be had. Each message is one line that says why, and what to do instead."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def microbatches(batch: Tensor, rank: int, world_size: int, accumulation: int) -
 
 
 def microbatch_sizes(samples: int, rank: int, world_size: int, accumulation: int) -> list[int]:
-    """How many samples are in each of the parts that `microbatches` makes of a global batch of so many."""
+    """The number of samples in each part that `microbatches` makes of a global batch of so many."""
 
     def part(whole: int, parts: int, index: int) -> int:
         return whole // parts + (index < whole % parts)

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2.parallel.engine import Engine, Microbatch
 from fsdp2.parallel.groups import has_experts, of_other_dtypes, shared_parameters
 from fsdp2.parallel.precision import with_statistics
-from fsdp2.parallel.shards import summary
+from fsdp2.parallel.shards import groups_of, summary
 
 if TYPE_CHECKING:
     from fsdp2.parallel.experts import Unchosen
@@ -275,6 +275,5 @@ class FSDP2Engine(Engine):
                 yield
         finally:
             # Backward frees what the reshard policy keeps gathered after forward; here there was none.
-            for module in self.model.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()
+            for group in groups_of(self.model):
+                group.reshard()

@@ -41,7 +41,7 @@ class Course:
         return self.step + self.left
 
     def epochs_after(self, step: int) -> int:
-        """How many epochs are over when so many optimizer steps are done."""
+        """The number of epochs that are over when so many optimizer steps are done."""
         beyond = step - self.step - self.left_in_epoch
         return self.epoch + (0 if beyond < 0 else 1 + beyond // self.steps_per_epoch)
 

@@ -158,7 +158,7 @@ def shards_of(tensors: Mapping[str, Tensor], max_shard_size: int) -> dict[str, d
 
 
 def write_index(folder: LocalFiles, files: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Where there are several files, write the index that says which tensor is in which."""
+    """Write the index that says which tensor is in which file, if there are several."""
     if len(files) == 1:
         return
     total = sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values())

@@ -61,7 +61,7 @@ def part_of(path: TreePath) -> str:
 
 
 def weights_prefix(source: Source) -> TreePath:
-    """Where the model is: ("app", "model"), ("model",), or () where it isn't told from anything else."""
+    """The keys of the model: ("app", "model"), ("model",), or () if it isn't told from anything else."""
     for prefix in (("app", "model"), ("model",)):
         if any(path[: len(prefix)] == prefix and len(path) > len(prefix) for path in source.paths.values()):
             return prefix
@@ -102,7 +102,7 @@ def averaged(source: Source) -> Source:
 
 
 def local_copy(folder: Files, name: str, stack: ExitStack) -> Path:
-    """Where a file can be mapped; one at a URL is copied to a disk until the stack is left. Raises NotAFile."""
+    """The path of a file to map; one at a URL is copied to a disk until the stack is left. Raises NotAFile."""
     if isinstance(folder, LocalFiles):
         folder.open(name).close()
         return folder.root / inside(name)

@@ -1,4 +1,4 @@
-"""How a process ends: what its user sees, its exit status, and what torchrun repeats at its own end."""
+"""The end of a process: what its user sees, its exit status, and what torchrun repeats at its own end."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Share:
 
 @dataclass(frozen=True)
 class World:
-    """Where this process stands among all of them."""
+    """This process's place among all of them."""
 
     rank: int
     world_size: int

@@ -30,7 +30,7 @@ def grows_segments(variables: Mapping[str, str]) -> bool:
 
 @contextmanager
 def growing_segments() -> Iterator[None]:
-    """Where there is a GPU, let segments of its memory grow, unless a variable of the environment is set.
+    """Let segments of a GPU's memory grow, unless there is none or a variable of the environment is set.
 
     To be entered before anything uses the GPU: the allocator reads the variable once, and keeps it afterwards. Batches
     of different lengths then leave fewer holes between tensors.

@@ -34,7 +34,7 @@ class StopSignals:
 
     @property
     def reason(self) -> str | None:
-        """Why this rank wants to stop: that the launcher has gone, or a signal's name; None to go on."""
+        """The reason why this rank wants to stop: the launcher has gone, or a signal's name; None to go on."""
         if launcher_gone():
             return LAUNCHER_GONE
         return signal.Signals(self._received).name if self._received else None

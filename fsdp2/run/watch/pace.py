@@ -1,4 +1,4 @@
-"""Which rank the others wait for in steps that go on: the one that computes more of its time than they do."""
+"""The rank that the others wait for in steps that go on: it computes more of its time than they do."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KEPT = 2  # judgements in a row that must agree
 
 
 class Pace:
-    """How much of its steps this rank computes; on rank 0, which ranks compute much more than the others.
+    """The share of its steps that this rank computes; on rank 0, the ranks that compute much more than the others.
 
     In a step all ranks take the same time, since they wait for each other: a slow one is the one that waits least. Each
     rank looks at its training thread twenty times a second, and says through the process group's store in what part of

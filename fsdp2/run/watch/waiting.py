@@ -1,4 +1,4 @@
-"""Where a rank stands in its run, and which rank the others wait for if none goes on."""
+"""A rank's place in its run, and the rank that the others wait for if none goes on."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
 
 
 def collectives_begun(groups: Iterable[Any]) -> int:
-    """How many collectives this rank has begun. In a program that is the same on all ranks, equal numbers are equal
+    """The count of collectives this rank has begun. In a program that is the same on all ranks, equal numbers are equal
     places. torch has the number of a group under a private name alone."""
     return sum(group._get_sequence_number_for_group() for group in groups)
 
