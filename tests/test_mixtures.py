@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,20 @@ def test_what_is_shown_is_each_source(
     assert f"  50.0% of text:{files[0]}, each once" in printed
     assert [line for line in printed if line.startswith("sequence 1 of ")] != []
     assert any("BCDEFGHI" in line for line in printed)
+
+
+def test_all_that_is_trained_on_is_counted_where_others_evaluate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "many.jsonl"  # of whose documents one in ten would be for evaluation
+    file.write_text("".join(json.dumps({"text": one}) + "\n" for one in documents(400)))
+    flags = [f"--dataset=text:{file}", f"--eval-dataset=text:{file}", "--tokenizer=bytes", "--seq-len=8"]
+    assert command.cli(["show", "--model=llama", *flags, "--samples=1"]) == 0
+    printed = capsys.readouterr().out
+    said, shown = re.search(r"tokens in (\S+) sequences", printed), re.search(r"sequence 1 of (\S+)", printed)
+    assert said is not None
+    assert shown is not None
+    assert said[1] == shown[1]
 
 
 @pytest.mark.parametrize(

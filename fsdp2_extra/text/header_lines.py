@@ -162,7 +162,8 @@ def _turn(dataset: Dataset) -> str:
         return "no token ends a turn"
     name, count, end = _name(dataset.classes[int(token)]), turns[token][0], _name(about["ends"])
     other = "" if name == end else f" (eos_token is {end or 'none'})"
-    return f"{name} ends a turn{other}, learned in {count:,} of {_answers(about):,} answers"
+    left_out = ", with those left out" if about["left_out"] else ""
+    return f"{name} ends a turn{other}, learned in {count:,} of {_answers(about):,} answers{left_out}"
 
 
 def _tokenizer(about: dict[str, Any]) -> str:

@@ -39,12 +39,13 @@ def lengths(dataset: Dataset) -> Iterator[str]:
 def samples(dataset: Dataset, decode: Decode, count: int) -> Iterator[str]:
     """Lines with the first sequences for training, decoded; what is learned of them stands between ⟦ and ⟧."""
     split: Any = dataset.train
+    whole = len(split)
     if isinstance(split, Mixture):  # of all of a source, the larger part
         split = max(split.splits, key=len)
     for number in range(min(count, len(split))):
         inputs, targets = split[number]
         learned = targets != IGNORED
-        yield f"sequence {number + 1} of {len(split):,}"
+        yield f"sequence {number + 1} of {whole:,}"
         if isinstance(split, Documents | Conversations):
             tokens = inputs["input_ids"] if isinstance(inputs, dict) else inputs
             # A target is the next token, and the last one is of no input.
