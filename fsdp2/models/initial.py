@@ -149,12 +149,9 @@ def _cut_before(tensor: DTensor, dimension: int) -> bool:
     return bool(strided.split_factor == math.prod(inner))
 
 
-def nothing(name: str) -> bool:
-    """The default of `brought`: no tensor of this name comes from elsewhere."""
-    return False
-
-
-def reset_parameters(model: nn.Module, table: Table, seed: int, *, brought: Callable[[str], bool] = nothing) -> None:
+def reset_parameters(
+    model: nn.Module, table: Table, seed: int, *, brought: Callable[[str], bool] = lambda name: False
+) -> None:
     """Set every parameter and every buffer, non-persistent ones included, to its initial value.
 
     Works on plain tensors and on sharded DTensors; issues no collective. This is the `reset_parameters` of the

@@ -156,10 +156,7 @@ def loss(outputs: Any, targets: Tensor) -> Tensor:
 
 
 def resized(images: Tensor, model: nn.Module, config: Any) -> Tensor:
-    """Images (N, channels, height, width) with as many channels, and as large, as a vision model takes them.
-
-    Channels are those of its first convolution.
-    """
+    """Images (N, channels, height, width) as large as a vision model takes them, with its first layer's channels."""
     first = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
     channels = images.shape[1] if first is None else first.in_channels
     if images.shape[1] == 1 != channels:
