@@ -45,8 +45,9 @@ def page(rows: Sequence[Row], missing: Sequence[Mapping[str, Any]] = ()) -> tupl
 {summary_lines}
 - Date: {time.strftime("%Y-%m-%d")}
 - Versions: torch {torch.__version__}; the published runs used those of their time, 2023 to 2026"""
+    errors = [f"{row.error:+.1%} ({row.point['shape']}, {row.point.get('apart', 'eager')})" for row in newer]
     second = f"""\
-The errors of its {len(newer)} points are {", ".join(errors_of(row) for row in newer)}. At most {waiting:.0%} of
+The errors of its {len(newer)} points are {", ".join(errors)}. At most {waiting:.0%} of
 a planned step waits for exchanges, and the eager point asks for rates that are {needed(newer):.2f} times as high."""
     third = f"""\
 {above(rows)}
@@ -184,10 +185,6 @@ def above(rows: Sequence[Row]) -> str:
 
     head = ("GPU", "ranks", "model", "flags", "GiB planned", "the card's", "why")
     return markdown_table(head, [cells(row) for row in over])
-
-
-def errors_of(row: Row) -> str:
-    return f"{row.error:+.1%} ({row.point['shape']}, {row.point.get('apart', 'eager')})"
 
 
 def needed(rows: Sequence[Row]) -> float:

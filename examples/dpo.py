@@ -31,7 +31,8 @@ from fsdp2.run.process.ending import exit_status
 from fsdp2.run.process.group import broadcast
 from fsdp2.run.schedule import Schedule
 from fsdp2_extra.models import lora
-from fsdp2_extra.text import forms, pairs
+from fsdp2_extra.text import pairs
+from fsdp2_extra.text.mixture import by_source
 from fsdp2_tools.checkpoint.adapters import read_adapters
 from fsdp2_tools.checkpoint.export import export
 
@@ -47,11 +48,11 @@ FLAGS = {
     "bad_samples": ("refuse", one_of("refuse", "drop"), "pairs that are too long, or have no two answers"),
     "pairs_as": (
         *(None, one_of("chat", "text")),
-        "texts through the chat template, or raw; unset = chat, if there is a template and a prompt",
+        "texts through the chat template, or raw; unset = chat, and raw for two texts without a prompt",
     ),
     "eval_pairs": (None, location, "pairs that are evaluated after each epoch, and not learned"),
     "checkpoint_every": (100, whole(1), "steps between checkpoints"),
-    "chat_fields": (None, chat_fields, "how the file calls its fields, as prompt=question,chosen=good,rejected=bad"),
+    "chat_fields": (None, chat_fields, "a file's names of fields: prompt=question,chosen=good; ; before --eval-pairs'"),
     "lora": (None, whole(1), "train adapters of this rank, and no weights"),
 }
 FIGURES = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")  # TRL's names
@@ -256,15 +257,14 @@ if __name__ == "__main__":
             spec = spec_of(flags)
             if spec.task != "causal":
                 raise ConfigError(f"{flags.model}: doesn't learn the next token, as answers need; give a causal model")
-            most, fields = min(flags.seq_len, spec.positions or flags.seq_len), forms.fields_of(flags.chat_fields or "")
-            how: dict[str, Any] = {"as_": flags.pairs_as, "drop": flags.bad_samples == "drop"}
-            vocabulary = spec.vocab_size("own")
-            data = pairs.load(flags.pairs, flags.model, most, vocabulary, fields, **how)
-            held_out = flags.eval_pairs and pairs.load(flags.eval_pairs, flags.model, most, vocabulary, fields, **how)
+            how: dict[str, Any] = {"length": min(flags.seq_len, spec.positions or flags.seq_len)}
+            how |= {"as_": flags.pairs_as, "drop": flags.bad_samples == "drop", "vocab_size": spec.vocab_size("own")}
+            named = by_source([one for one in (flags.pairs, flags.eval_pairs) if one], flags.chat_fields)
+            data, *held_out = [pairs.load(place, flags.model, fields=own, **how) for place, own in named]
         alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # without torchrun
         dist.init_process_group(**({} if "RANK" in os.environ else alone))
         device = torch.device("cuda", dist.get_node_local_rank(0)) if torch.cuda.is_available() else torch.device("cpu")
         steps = flags.epochs * -(-len(data) // flags.global_batch_size)
-        train(flags, data, device, steps, held_out)
+        train(flags, data, device, steps, *held_out)
         dist.barrier()  # gloo lets go of what the last exchange held; as Python ends, that aborts (pytorch 190489)
         dist.destroy_process_group()

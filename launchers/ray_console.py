@@ -31,15 +31,11 @@ _ALL_IS_WELL = (
 )
 
 
-def _is_error(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.ERROR
-
-
 def quiet() -> None:
     """In each process that Ray starts: keep what says that all is well, or that there is no dashboard, to its log."""
     for name in _ALL_IS_WELL:
         # A filter, since Ray Train sets the levels of its loggers later, by its own LoggingConfig.
-        logging.getLogger(name).addFilter(_is_error)
+        logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.ERROR)
     if "ray.train.v2._internal.execution.context" in sys.modules:
         # Named by its file: each report would be a line for each rank.
         file = sys.modules["ray.train.v2._internal.execution.context"].__file__

@@ -136,7 +136,14 @@ def test_a_preparation_keeps_them_and_names_those_without_an_answer(
 ) -> None:
     line = ["prepare", str(file), "--chat", f"--tokenizer={file.parent}/tokenizer", f"--out={file.parent}/out"]
     assert command.cli(line) == 0
-    assert f"warning: no answer to learn ({file}, lines 1, 17, …)" in capsys.readouterr().out
+    assert f"warning: no answer to learn ({file}, lines 1, 17)" in capsys.readouterr().out
+    (many := file.parent / "many.jsonl").write_text("".join(json.dumps(talk(f"q{n}")) + "\n" for n in range(11)))
+    for name, count, some in (("ten", 10, ""), ("eleven", 11, ", …")):
+        (file.parent / f"{name}.jsonl").write_text("".join(many.read_text().splitlines(keepends=True)[:count]))
+        assert (
+            command.cli([line[0], str(file.parent / f"{name}.jsonl"), *line[2:-1], f"--out={file.parent}/{name}"]) == 0
+        )
+        assert f"2, 3, 4, 5, 6, 7, 8, 9, 10{some}); a run" in capsys.readouterr().out
     made = text.load(f"{file.parent}/out", 64, 256, Chat(str(file.parent / "tokenizer")), apart=True, drop=True)
     assert made.train.content == load(file, drop=True).train.content
 

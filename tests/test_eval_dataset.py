@@ -90,6 +90,9 @@ def test_conversations_and_mixtures(
     others.write_text("".join(json.dumps({"q": f"who is {n}", "a": "me" * n}) + "\n" for n in range(1, 9)))
     line = ["--model=llama", "--seq-len=48", f"--tokenizer={tmp_path}/tokenizer"]
     line += [f"--dataset=chat:{few}@1,text:{files[0]}@1", f"--eval-dataset=chat:{others}"]
+    for wrong in ([], ["--chat-fields=prompt=q,completion=a"]):
+        with pytest.raises(ConfigError, match="each source's between semicolons, the evaluated one's last"):
+            check_data(parse([*line, *wrong]))
     config = parse([*line, "--chat-fields=;;prompt=q,completion=a"])
     check_data(config)
     data: Any = open_data(config, config.spec)

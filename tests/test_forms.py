@@ -185,7 +185,10 @@ def test_each_source_of_a_mixture_may_have_fields_of_its_own(tmp_path: Path) -> 
     more = [*common, f"--dataset={name},chat:{tmp_path}/c.jsonl@1"]
     check_data(parse([*more, f"--chat-fields={named};;"]))
     for wrong, part in (
-        (named, r"c.jsonl, line 1: has no field answer, which --chat-fields names; it has messages$"),
+        (
+            named,
+            r"c.jsonl, line 1: has no field answer, which --chat-fields names \(each source's .*; it has messages$",
+        ),
         (f"{named};", "is for 2 sources, of which 3 are given"),
         (f";{named};", "none for text:"),
     ):
@@ -305,7 +308,7 @@ def test_a_field_that_is_not_there_is_one_line(tmp_path: Path, fields: str, row:
         ),
         (
             [{"question": "a"}],
-            r'line 1: has no "messages": .*, conversations, .*; it has question; name them, as --chat-',
+            r'line 1: has no "messages": .*, conversations, .*; it has question; name them: --chat-',
         ),
         ([{"messages": None, "prompt": "a"}], r'line 1: has no "messages": .*; it has prompt; name them'),
         (

@@ -56,7 +56,7 @@ def test_texts_are_a_question_and_two_answers(tmp_path: Path, implicit: bool) ->
     if implicit:
         row = {answer: row["prompt"] + row[answer] for answer in pairs.ANSWERS}
     split = load(tmp_path, row, as_="text")
-    assert split.about == "1 of 20 to 20 tokens, 1 as raw texts, without a chat template"
+    assert split.about == "1 of 20 tokens, 1 as raw texts, without a chat template"
     assert said(tmp_path, split) == [
         ("<s>What is it? a bird<|end|>", " a bird<|end|>"),
         ("<s>What is it? cats<|end|>", " cats<|end|>"),
@@ -82,25 +82,30 @@ def test_texts_go_through_the_template_as_in_training(tmp_path: Path) -> None:
     make_tokenizer(tmp_path, None)
     with pytest.raises(UnusableText, match="has no chat template"):
         load(tmp_path, TEXTS, as_="chat")
+    with pytest.raises(UnusableText, match=r"line 1: the model has no chat template .*--pairs-as text") as caught:
+        load(tmp_path, TEXTS)
+    one_line(caught.value, str(tmp_path / "pairs.jsonl"))
+    assert "1 as raw texts" in load(tmp_path, TEXTS, as_="text").about
+    assert "1 as raw texts" in load(tmp_path, {"chosen": "ab", "rejected": "ac"}).about
 
 
 def test_pairs_that_cannot_be_learned_are_left_out_and_counted(tmp_path: Path) -> None:
     rows = [{**TEXTS, "prompt": chr(97 + n) * (80 if n in (1, 5) else 3)} for n in range(8)]
     rows[3]["rejected"] = rows[3]["chosen"]
     with pytest.raises(UnusableText, match=r"of 8 pairs 2 with more than 64 .* 1 with one answer .*lines 2, 4, 6\)"):
-        load(tmp_path, *rows)
-    split = load(tmp_path, *rows, drop=True)
-    assert split.content == load(tmp_path, *(rows[n] for n in (0, 2, 4, 6, 7))).content
-    few = load(tmp_path, *rows, drop=True).about
+        load(tmp_path, *rows, as_="text")
+    split = load(tmp_path, *rows, drop=True, as_="text")
+    assert split.content == load(tmp_path, *(rows[n] for n in (0, 2, 4, 6, 7)), as_="text").content
+    few = load(tmp_path, *rows, drop=True, as_="text").about
     assert few.startswith("5 of ")
     why = "2 with more than 64 tokens (none is cut) and 1 with one answer as chosen and rejected"
     assert few.endswith(f"left out by --bad-samples drop: {why}")
     with pytest.raises(UnusableText, match="drop leaves none of its pairs"):
-        load(tmp_path, rows[1], drop=True)
+        load(tmp_path, rows[1], drop=True, as_="text")
 
 
 def test_bytes_are_tokens_where_a_model_has_none(tmp_path: Path) -> None:
-    split = load(tmp_path, TEXTS, {**TEXTS, "prompt": "é"})
+    split = load(tmp_path, TEXTS, {**TEXTS, "prompt": "é"}, as_="text")
     assert said(tmp_path, split) == [("What is it? a bird", " a bird"), ("What is it? a b", " a b")]
     assert said(tmp_path, split, 1) == [("é a bird", " a bird"), ("é a b", " a b")]
 
@@ -158,7 +163,7 @@ def test_tables_hold_the_same_pairs(tmp_path: Path) -> None:
 
 
 def test_their_order_is_one_on_any_number_of_ranks(tmp_path: Path) -> None:
-    split = load(tmp_path, *({**TEXTS, "prompt": chr(97 + n)} for n in range(10)))
+    split = load(tmp_path, *({**TEXTS, "prompt": chr(97 + n)} for n in range(10)), as_="text")
 
     def order(world_size: int, position: int = 0) -> list[list[int]]:
         ranks = [
@@ -195,7 +200,8 @@ SAME = {**TEXTS, "rejected": TEXTS["chosen"]}
         ([[1]], "line 1: has no field chosen; add --chat-fields chosen=NAME; it has none"),
         ([{"chosen": "a", "rejected": "b"}], "line 1: has no question, in prompt or as what both answers begin with"),
         ([{**TEXTS, "system": "be"}], "line 1: has system or tools, which texts don't show"),
-        ([{**TEXTS, "chosen": talk("a", "b")["messages"]}], "line 1: is not of texts, and for messages the "),
+        ([{**TEXTS, "chosen": talk("a", "b")["messages"]}], "line 1: the model has no chat template to print it"),
+        ([talk("a", "b")], "line 1: has no field chosen; python -m fsdp2.train .* learns from conv.*, or add "),
         ([TEXTS, SAME, SAME], r"of 3 pairs 2 with one answer as chosen and rejected .*lines 2, 3.; leave them .*drop"),
         ([TEXTS, {**TEXTS, "chosen": ""}], r"of 2 pairs 1 with an answer without a token .*line 2."),
         ([{**TEXTS, "chosen": "a" * 64}], r"of 1 pairs 1 with more than 64 tokens \(none is cut\) .*line 1."),
@@ -204,7 +210,7 @@ SAME = {**TEXTS, "rejected": TEXTS["chosen"]}
 )  # fmt: skip
 def test_what_is_no_pair_is_one_line(tmp_path: Path, rows: list[Any], part: str) -> None:
     with pytest.raises(UnusableText, match=part) as caught:
-        load(tmp_path, *rows)
+        load(tmp_path, *rows, as_="text")
     one_line(caught.value, str(tmp_path / "pairs.jsonl"))
 
 

@@ -123,5 +123,29 @@ def test_the_time_left_counts_what_is_left_of_the_run(
     assert third.endswith(f"7 samples/s  {left} left")
 
 
+@pytest.mark.parametrize(
+    ("epochs", "max_steps", "said"), [(2, None, [1, 2, 3, 4]), (9, 4, [1, 2, 3, 4]), (9, None, [1])]
+)
+def test_a_short_run_has_a_line_for_each_step(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    epochs: int,
+    max_steps: int | None,
+    said: list[int],
+) -> None:
+    """Of steps that take no time."""
+    monkeypatch.setattr(console.time, "monotonic", lambda: 100.0)
+    lines = Console(0, steps_per_epoch=2 if epochs == 2 else 10, epochs=epochs, max_steps=max_steps)
+    lines.in_terminal = False
+    for step in (1, 2, 3, 4):
+        at = {"step": step, "epoch": (step - 1) // 2, "step_in_epoch": (step - 1) % 2 + 1}
+        if epochs == 9:
+            at = {"step": step, "epoch": 0, "step_in_epoch": step}
+        lines("train", {**at, "loss": 1.0, "grad_norm": 1.0, "samples_per_second": 7.0})
+    printed = capsys.readouterr().out.splitlines()
+    assert [int(line.split("step ")[1].split()[0]) for line in printed] == said
+    assert len(said) == 1 or not printed[-1].endswith("left"), "nothing is left after the last step"
+
+
 def test_hours_are_left_without_seconds() -> None:
     assert [console.duration(s) for s in (3.4, 61, 7384)] == ["3 s", "1 min 01 s", "2 h 03 min"]

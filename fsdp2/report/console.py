@@ -15,6 +15,7 @@ from fsdp2.report.metrics import nonfinite
 from fsdp2.units import short, size
 
 SECONDS_BETWEEN_LINES = 5.0
+FEW_STEPS = 20  # of a whole run: each has a line
 NEVER = "as --checkpoint-every never asks"
 
 
@@ -66,7 +67,9 @@ class Console:
     ) -> None:
         """Words that a command needs which goes on with this run (`named`), or is `to_read` its model; the format in
         which its library reads it."""
-        self.active, self.steps_per_epoch, self.epochs, self.max_steps = rank == 0, steps_per_epoch, epochs, max_steps
+        self.active, self.steps_per_epoch, self.epochs = rank == 0, steps_per_epoch, epochs
+        self.max_steps = max_steps or sys.maxsize
+        self._pause = 0.0 if min(steps_per_epoch * epochs, self.max_steps) <= FEW_STEPS else SECONDS_BETWEEN_LINES
         self.in_terminal = sys.stderr.isatty()
         self._named, self._to_read = (f" {shlex.join(words)}" if words else "" for words in (named, to_read))
         self._export = export
@@ -123,20 +126,18 @@ class Console:
             self._bar.set_description_str(f"epoch {data['epoch'] + 1}/{self.epochs}", refresh=False)
             self._bar.set_postfix_str(figures, refresh=False)
             self._bar.update(data["step_in_epoch"] - self._bar.n)  # redraws ten times a second at most
-        elif time.monotonic() - self._printed > SECONDS_BETWEEN_LINES:
+        elif time.monotonic() - self._printed >= self._pause:
             self._printed = time.monotonic()
             self.line(f"epoch {data['epoch'] + 1}/{self.epochs}  step {data['step']}  {figures}")
 
     def _left(self, data: dict[str, Any]) -> str:
         """The time until the last step, by how long the steps since the first took, evaluations and saves included."""
         now = time.monotonic()
-        if self._first is None:
-            self._first = data["step"], now
-            return ""  # the first step of a process is the slowest
-        first, since = self._first
+        first, since = self._first = self._first or (data["step"], now)
         steps = (self.epochs - data["epoch"]) * self.steps_per_epoch - data["step_in_epoch"]
-        if self.max_steps is not None:
-            steps = min(steps, self.max_steps - data["step"])
+        steps = min(steps, self.max_steps - data["step"])
+        if data["step"] == first or not steps:
+            return ""  # the first step of a process is the slowest, and behind the last is nothing
         of = f" for {steps * tokens:,} tokens" if (tokens := tokens_of(data)) else ""
         return f"  {duration(steps * (now - since) / (data['step'] - first))} left{of}"
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -69,16 +70,13 @@ def load(
     # As from_pretrained says it, files that lack something or have more are a warning; here they are an error.
     how = {"config": config, "trust_remote_code": trusted, "use_safetensors": True, "dtype": torch.float32}
     how |= {"output_loading_info": True, "ignore_mismatched_sizes": True, "device_map": None if read else "meta"}
-    verbosity, bars = words.get_verbosity(), words.is_progress_bar_enabled()
-    words.disable_progress_bar()
+    verbosity = words.get_verbosity()
     words.set_verbosity_error()  # its report of them is a table, and the lines below say what it says
     try:
-        with transformers_can(f"load {place}", place, trusted=trusted, fix="; give another"):
+        with without_bars(), transformers_can(f"load {place}", place, trusted=trusted, fix="; give another"):
             model, info = auto.from_pretrained(place, **how)
     finally:
         words.set_verbosity(verbosity)
-        if bars:
-            words.enable_progress_bar()
     wrong = {
         str(one[0] if isinstance(one, tuple) else one): DIFFERENCES.get(kind, kind)  # a name, or it and two shapes
         for kind, found in info.items()
@@ -91,6 +89,19 @@ def load(
         lines = "; ".join(f"{name}: {kind}" for name, kind in [*wrong.items()][:20])
         raise ValueError(f"{place} is of another model; {len(wrong)} tensors differ: {lines}; use --init-partial")
     return state, wrong
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Without the progress bars of transformers, which has them again afterwards."""
+    from transformers.utils import logging as words
+
+    as_before = words.enable_progress_bar if words.is_progress_bar_enabled() else words.disable_progress_bar
+    words.disable_progress_bar()
+    try:
+        yield
+    finally:
+        as_before()
 
 
 def _weights_of(model: nn.Module, packed: Sequence[str]) -> set[str]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -85,6 +86,7 @@ def plan_of(model: Any, fails: Callable[[nn.Module], str | None]) -> Mapping[str
         unread = [own for own, one in _own_parameters(module).items() if one.requires_grad and own not in read]
         if unread and any(cuts.get(f"{name}.{child}") for child, _ in module.named_children() if name):
             raise ValueError(f"its plan splits layers of {name}, and says nothing of {', '.join(unread)}")
+    warnings.filterwarnings("ignore", ".* returned a view tensor", UserWarning)  # gathered logits: no loss changes them
     return {
         name: one for name, one in styles.items() if _own_parameters(modules[name]) or getattr(one, "travels", True)
     }

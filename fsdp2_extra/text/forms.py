@@ -39,8 +39,9 @@ OF_MESSAGE, OF_ROLE = {"role", "content"}, {"user", "assistant", "tool", "system
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool"}
 ROLES |= {role: role for role in ("user", "assistant", "system", "developer", "tool")}
 OTHERS = "conversations, instruction and output, or prompt and completion"
+EACH = "each source's between semicolons, the evaluated one's last"
 NAME_THEM = (
-    "name them, as --chat-fields messages=dialog, prompt=question,completion=answer, or chosen=good,rejected=bad"
+    f"name them: --chat-fields messages=dialog, prompt=question,completion=answer, chosen=good,rejected=bad; {EACH}"
 )
 
 Fields = Mapping[str, str]
@@ -111,8 +112,11 @@ def formless(there: Iterable[str], fields: Fields, line: Mapping[str, Any] = {})
     has = f"it has {', '.join(list(map(str, there))[:8]) or 'none'}"
     for ours, theirs in of_line(fields).items():
         if theirs not in there:
-            why = f"; add --chat-fields {ours}=NAME" if ours == theirs else ", which --chat-fields names"
-            return f"has no field {theirs}{why}; {has}"
+            if ours != theirs:  # pairs alone are asked for by our own names
+                return f"has no field {theirs}, which --chat-fields names ({EACH}); {has}"
+            talk = form_of(there, {name: own for name, own in fields.items() if name not in FORMS["pairs"].has})
+            fix = "python -m fsdp2.train --dataset chat:PATH learns from conversations, or " * (talk is not None)
+            return f"has no field {theirs}; {fix}add --chat-fields {ours}=NAME; {has}"
     lists = (name for name in there if isinstance(line.get(name), list) and line[name])
     talk = next((name for name in lists if all(isinstance(one, dict) for one in line[name])), None)
     fix = NAME_THEM if talk is None else f"add --chat-fields messages={talk}"

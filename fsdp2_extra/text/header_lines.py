@@ -44,7 +44,8 @@ def _training(dataset: Dataset, each: int | None) -> list[str]:
         for (source, one, count), asked in zip(mixed, about["shares"], strict=True):
             got, wanted = f"{count / whole:.1%}", f"{asked / sum(about['shares']):.1%}"
             other = "" if got == wanted else f", where {wanted} is asked for: sequences are whole"
-            found.append(f"  {got} of {source}, each {_times(count / len(one.train))}{other}")
+            times = "once" if count == len(one.train) else f"{count / len(one.train):.3g} times"
+            found.append(f"  {got} of {source}, each {times}{other}")
             found += [f"    {line}" for line in _training(one, each)]
         return found
     parts = [*about["train"], *about["test"]]
@@ -54,7 +55,7 @@ def _training(dataset: Dataset, each: int | None) -> list[str]:
     shortest, longest, cut = _sizes(*parts)
     tokens = sum(int(one.ends[-1]) for one in parts if len(one.ends))
     count = sum(about["documents"].values()) - sum(about["left_out"].values())
-    sizes = f"{count:,} of {shortest:,} to {longest:,} tokens ({tokens:,} in all"
+    sizes = f"{count:,} of {span(shortest, longest)} tokens ({tokens:,} in all"
     if about["kind"] == "chat":
         if about["left_out"]:
             why = why_left_out(about["left_out"], parts[0].seq_len)
@@ -86,8 +87,9 @@ def warnings(about: dict[str, Any], names: Sequence[str]) -> list[str]:
     return [*other_reader(about), *_endless(about, names)]
 
 
-def _times(count: float) -> str:
-    return "once" if count == 1 else f"{count:.3g} times"
+def span(least: int, most: int) -> str:
+    """A number, or two with what stands between them."""
+    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
 
 
 def other_reader(about: dict[str, Any]) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any
 from fsdp2.data.errors import UnusableText
 from fsdp2.data.splits import Dataset
 from fsdp2_extra.text import text
-from fsdp2_extra.text.forms import fields_of
+from fsdp2_extra.text.forms import EACH, fields_of
 from fsdp2_extra.text.places import sources
 from fsdp2_extra.text.prepared import Encoder
 from fsdp2_extra.text.preparing import Say, silent
@@ -44,25 +44,25 @@ def opened(
     Raises UnusableText.
     """
     names = [source for one in (name, evaluated) if one for source, _ in sources(one)]
-    by_source = zip(names, _by_source(names, fields), strict=True)
-    found = [text.opened(source, tokenizer, field, bos, own) for source, own in by_source]
+    found = [text.opened(source, tokenizer, field, bos, own) for source, own in by_source(names, fields)]
     if bos != "auto" and all(encoder.kind == "chat" for _, encoder in found):
         raise UnusableText(f"--bos {bos}: the chat template begins a conversation; drop it")
     return found
 
 
-def _by_source(names: Sequence[str], fields: str | None) -> list[dict[str, str]]:
-    """Those of each source, by `--chat-fields`. Raises UnusableText."""
-    of_text = [name.startswith("text:") for name in names]
+def by_source(names: Sequence[str], fields: str | None) -> list[tuple[str, dict[str, str]]]:
+    """Each source with the names of its fields, by `--chat-fields`. Raises UnusableText."""
     parts = (fields or "").split(";")
     if len(parts) == 1:
-        parts = ["" if text else parts[0] for text in of_text]
-    if len(parts) != len(names) or any(part and text for part, text in zip(parts, of_text, strict=True)):
+        parts = [parts[0] * (not name.startswith("text:")) for name in names]
+    if len(parts) != len(names) or any(
+        part and name.startswith("text:") for part, name in zip(parts, names, strict=True)
+    ):
         raise UnusableText(
-            f"--chat-fields {fields}: is for {len(parts)} sources, of which {len(names)} are given; between semicolons "
-            "name those of each, --eval-dataset's last, and none for text:"
+            f"--chat-fields {fields}: is for {len(parts)} sources, of which {len(names)} are given; give {EACH}, and "
+            "none for text:"
         )
-    return [fields_of(part) for part in parts]
+    return list(zip(names, map(fields_of, parts), strict=True))
 
 
 def load(

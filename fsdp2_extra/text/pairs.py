@@ -20,7 +20,7 @@ from fsdp2.data.errors import UnusableText
 from fsdp2.data.splits import IGNORED, Rows, identity_of
 from fsdp2_extra.text.chat import has_template, open_chat
 from fsdp2_extra.text.forms import Fields, messages_of, one_form, renamed
-from fsdp2_extra.text.header_lines import other_reader
+from fsdp2_extra.text.header_lines import other_reader, span
 from fsdp2_extra.text.places import PUBLISHED, published
 from fsdp2_extra.text.prepared import NAMED, Encoder, places
 from fsdp2_extra.text.reading import rows_of
@@ -85,7 +85,7 @@ def load(
         length: the most tokens that a question with an answer may have; none is cut.
         vocab_size: the model's.
         fields: how the file calls its fields, as `--chat-fields` has them; `chosen` and `rejected` too.
-        as_: `chat`, texts go through the chat template; `text`, they don't; None, where there is one, and a prompt.
+        as_: `chat`, texts go through the chat template; `text`, they don't; None, those with a prompt do.
         drop: leave out pairs that can't be learned.
 
     Raises UnusableText, in one line that names the row.
@@ -113,7 +113,9 @@ def load(
     if not kept:
         raise UnusableText(f"{place}: --bad-samples drop leaves none of its pairs; {bad}")
     sizes = [max(len(tokens) for tokens, _ in pair) for pair in kept]
-    about = f"{len(kept):,} of {min(sizes):,} to {max(sizes):,} tokens, {encode.how(len(rows))}"
+    ways = {"through the chat template": len(rows) - encode.raw, "as raw texts, without a chat template": encode.raw}
+    how = " and ".join(f"{count:,} {way}" for way, count in ways.items() if count)
+    about = f"{len(kept):,} of {span(min(sizes), max(sizes))} tokens, {how}"
     about += f"; left out by --bad-samples drop: {bad}" if bad else ""
     other = encode.texts.unlike([tokens[:LOOKED_AT] for pair in kept[:LOOKED_AT] for tokens, _ in pair])
     return Pairs(kept, "; ".join([about, *other_reader({**encode.texts.about, "unlike": other})]))
@@ -123,29 +125,24 @@ class _Encode:
     """Makes tokens of pairs, whose fields have these names; for `as_` see `load`."""
 
     def __init__(self, folder: str, fields: Fields, as_: str | None) -> None:
-        self._folder, self.fields, self._raw, self._as = folder, fields, 0, as_
+        self._folder, self.fields, self.raw, self._as = folder, fields, 0, as_
         self.has_own = os.path.isfile(os.path.join(folder, "tokenizer.json"))
-        self._by_template = as_ == "chat" or (as_ is None and self.has_own and has_template(folder))
         self.texts = open_tokenizer(folder if self.has_own else "bytes")
         self._chat: Encoder | None = None
-
-    def how(self, count: int) -> str:
-        """In words, which of so many pairs went through the chat template."""
-        raw = f"{self._raw:,} as raw texts, without a chat template"
-        through = f"{count - self._raw:,} through the chat template"
-        return " and ".join([through] * (count > self._raw) + [raw] * (self._raw > 0))
 
     def __call__(self, row: Row) -> list[Encoded]:
         """The rows of both answers. Raises UnusableText."""
         one_form(row.content, None, self.fields, row.where)
         line = {name: value for name, value in renamed(row.content, self.fields).items() if value is not None}
         texts = all(isinstance(line.get(name, ""), str) for name in ("prompt", *ANSWERS))
-        if texts and not (self._by_template and (self._as or line.get("prompt"))):
-            self._raw += 1
+        if texts and (self._as or ("chat" if line.get("prompt") else "text")) == "text":
+            self.raw += 1
             return self._of_texts(line, row.where)
-        if not self.has_own:
-            fix = f"put its tokenizer.json and a chat template into {self._folder}, or give texts"
-            raise UnusableText(f"{row.where}: is not of texts, and for messages the model has no chat template; {fix}")
+        if not (self._chat or (self.has_own and has_template(self._folder))):
+            fix = (
+                f"put tokenizer.json and one into {self._folder}, or give texts and --pairs-as text of examples/dpo.py"
+            )
+            raise UnusableText(f"{row.where}: the model has no chat template to print it with; {fix}")
         self._chat = self._chat or open_chat(self._folder)
         talks = [{"messages": one, "tools": line.get("tools")} for one in self._messages(line, row.where, texts=texts)]
         where = [f"{row.where}, {answer}" for answer in ANSWERS]

@@ -135,7 +135,7 @@ def _require_form(meta: dict[str, Any]) -> None:
         if meta[names].keys() != set(keys):
             raise ValueError(f"it counts {names} of others than {', '.join(keys)}")
     named = [where for _, where in meta["longest"]] + meta["unlearned"]
-    if len(named) > 2 * NAMED or not all(type(where) is str and len(where) <= 2 * MOST for where in named):
+    if len(named) > 2 * NAMED + 1 or not all(type(where) is str and len(where) <= 2 * MOST for where in named):
         raise ValueError("it names conversations in another way than prepare does")
     turns = [count for token, (yes, no) in meta["turns"].items() for count in (int(token) + 1, yes, no)]
     by_name = [count for names in ("documents", "tokens", "files") for count in meta[names].values()]

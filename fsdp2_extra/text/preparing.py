@@ -213,7 +213,7 @@ class _Output:
         if learn is not None:
             self.beside |= row.content.keys()
             self.targets[split] += (count := int(learn[1:].sum()))  # nothing comes before the first
-            self.unlearned += [row.where] * (not count and len(self.unlearned) < NAMED)
+            self.unlearned += [row.where] * (not count and len(self.unlearned) <= NAMED)  # one more says so
             self.longest = heapq.nlargest(NAMED, [*self.longest, (len(tokens), row.where)])
             self._files[f"{split}-learn.bin"].write(learn.tobytes())
             for token, learned in self._turns(tokens, learn) if self._turns else ():

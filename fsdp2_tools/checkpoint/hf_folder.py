@@ -16,6 +16,7 @@ from fsdp2.checkpoint.sources.source import Source
 from fsdp2.checkpoint.spool import spool
 from fsdp2.parallel.meta import shared_names
 from fsdp2_extra.models.hf_config import RETURNED
+from fsdp2_extra.models.hf_load import without_bars
 
 
 def write_hf(
@@ -50,7 +51,8 @@ def write_hf(
     for name, content in beside.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)
-    model.save_pretrained(folder, state_dict=spool(tensors, read, folder), max_shard_size=max_shard_size)
+    with without_bars():
+        model.save_pretrained(folder, state_dict=spool(tensors, read, folder), max_shard_size=max_shard_size)
     # They say the dtype of the model, which lies on meta in fp32, and not that of the tensors; and that it is trained
     # without keys and values, which generating needs.
     dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}

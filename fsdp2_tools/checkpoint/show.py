@@ -66,7 +66,8 @@ def list_checkpoints(run: str, *, quick: bool) -> int:
         files = place.at(name)
         step = str(int(name.rsplit("-", 1)[-1]))
         sizes = [size_of(files, file) or 0 for file in files.list("")]
-        entries = {"size": size_in_words(sum(sizes)), "ranks": "", "when": _when(_modified(files)), "verified": ""}
+        when = _when(files.root.lstat().st_mtime if isinstance(files, LocalFiles) else None)  # a URL has no such time
+        entries = {"size": size_in_words(sum(sizes)), "ranks": "", "when": when, "verified": ""}
         dead = not is_there(files, MARKER)
         if not dead:
             try:
@@ -80,11 +81,6 @@ def list_checkpoints(run: str, *, quick: bool) -> int:
         rows.append([name, step, entries["when"], entries["size"], entries["ranks"], committed, entries["verified"]])
     _print_table(rows, right=(1, 3, 4))
     return 0
-
-
-def _modified(files: Files) -> float | None:
-    """The time at which a local folder last changed. On an object store a folder has none."""
-    return files.root.lstat().st_mtime if isinstance(files, LocalFiles) else None
 
 
 # --- verify ----------------------------------------------------------------------------------------------

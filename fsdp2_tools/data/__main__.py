@@ -30,7 +30,7 @@ from fsdp2.run.dataset import open_data, reading_of
 from fsdp2.run.preflight import check_data
 from fsdp2_extra.text import header_lines
 from fsdp2_extra.text.mixture import opened
-from fsdp2_extra.text.prepared import places
+from fsdp2_extra.text.prepared import NAMED, places
 from fsdp2_extra.text.preparing import prepare
 from fsdp2_extra.text.text import found
 from fsdp2_tools.data.pairs import shown_pairs
@@ -55,10 +55,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         raise ConfigError(str(error)) from None
     documents, tokens = (sum(meta[name].values()) for name in ("documents", "tokens"))
     if unlearned := meta["unlearned"]:
-        print(f"warning: no answer to learn ({places(unlearned)}, …); a run needs --bad-samples drop to leave them out")
-    for line in warnings:
-        print(line)
-    print(f"prepared {documents:,} {what}, {tokens:,} tokens: {out}")
+        some = places(unlearned[:NAMED]) + ", …" * (len(unlearned) > NAMED)
+        print(f"warning: no answer to learn ({some}); a run needs --bad-samples drop to leave them out")
+    print(*warnings, f"prepared {documents:,} {what}, {tokens:,} tokens: {out}", sep="\n")
     next_line = f"torchrun --nproc_per_node 2 -m fsdp2.train --dataset {shlex.quote(f'{kind}:{out}')}"
     for flag, usual in (("--tokenizer", None), ("--bos", "auto"), ("--text-field", "text"), ("--chat-fields", None)):
         value = vars(arguments)[flag[2:].replace("-", "_")]
@@ -84,12 +83,10 @@ def show(config: Config, count: int) -> dict[str, Any]:
     dataset = open_data(config, config.spec)
     try:
         encoders = [one for _, one in opened(config.dataset, **reading_of(config))]
-        for line in header_lines.lines(dataset):
-            print(line)
+        print(*header_lines.lines(dataset), sep="\n")
         parts = [one for _, one, _ in dataset.about.get("mixed", [("", dataset, 0)])]
         for part, encoder in zip(parts, encoders[: len(parts)], strict=True):
-            for line in (*samples(part, encoder.tokenizer.decode, count), *lengths(part)):
-                print(line)
+            print(*samples(part, encoder.tokenizer.decode, count), *lengths(part), sep="\n")
     except UnusableText as error:
         raise ConfigError(f"--dataset {config.dataset}: {error}") from None
     return dataset.about

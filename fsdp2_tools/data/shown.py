@@ -11,10 +11,10 @@ from torch import Tensor
 
 from fsdp2.data.splits import IGNORED, Dataset
 from fsdp2.units import printable
+from fsdp2_extra.text.header_lines import span
 from fsdp2_extra.text.windows import Conversations, Documents, Mixture
 
 MOST_TOKENS, MOST_DOCUMENTS = 200, 8  # of a document, and of a sequence, that are shown
-
 WIDEST = 40  # characters of a bar
 
 Decode = Callable[[Sequence[int]], str]
@@ -31,7 +31,7 @@ def lengths(dataset: Dataset) -> Iterator[str]:
         counts += numpy.bincount(numpy.frexp(tokens[tokens > 0])[1], minlength=64)
     yield "tokens in a document:"
     for power in range(int(counts.nonzero()[0][0]), int(counts.nonzero()[0][-1]) + 1):
-        size, share = f"{2 ** (power - 1):,} to {2**power - 1:,}", counts[power] / counts.sum()
+        size, share = span(2 ** (power - 1), 2**power - 1), counts[power] / counts.sum()
         bar = "█" * round(WIDEST * counts[power] / counts.max())
         yield f"  {size:>24}  {bar:{WIDEST}} {counts[power]:,} ({share:.1%})"
 

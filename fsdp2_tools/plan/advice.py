@@ -95,11 +95,8 @@ def wasted(base: Plan, replan: Replan) -> list[tuple[str, Plan]]:
     """
     there = [(change[0], _try(base.config, [change], replan)) for change in heavier(base.config)]
     found = [(flags, plan) for flags, plan in there if plan is not None and plan.fits]
-    return sorted((one for one in found if base.time is None or cost(base, one[1]) < 0), key=_slowness)
-
-
-def _slowness(one: tuple[str, Plan]) -> float:
-    return 0.0 if one[1].time is None else -one[1].time.samples_per_second
+    gain = [one for one in found if base.time is None or cost(base, one[1]) < 0]
+    return sorted(gain, key=lambda one: 0.0 if one[1].time is None else -one[1].time.samples_per_second)
 
 
 def advise(base: Plan, replan: Replan) -> Advice:

@@ -48,7 +48,8 @@ def lines(plans: Sequence[Plan], gpu: Gpu, tokens: float | None) -> list[str]:
         within, between = (f"{rate / 1e9:,.0f} GB/s" for rate in (speed.link, speed.network))
         rates = f"{within} from one to another there, and {between} to another machine"
         found += ["", f"warning: --tp {tp} doesn't divide the {speed.gpus_per_node} ranks of a machine: {rates}"]
-    return [*found, "", f"rates reached, of those in the data sheet: {_efficiencies(gpu)} (docs/plan.md)"]
+    reached = ", ".join(f"{name} {value:.0%}" for name, value in speed.efficiency.items())
+    return [*found, "", f"rates reached, of those in the data sheet: {reached} (docs/plan.md)"]
 
 
 def described(group: Group) -> str:
@@ -77,8 +78,3 @@ def rounded(value: float) -> str:
     """Two digits, written out."""
     number = float(f"{value:.2g}")
     return f"{number:,.0f}" if number >= 10 else f"{number:g}"
-
-
-def _efficiencies(gpu: Gpu) -> str:
-    assert gpu.speed is not None
-    return ", ".join(f"{name} {value:.0%}" for name, value in gpu.speed.efficiency.items())

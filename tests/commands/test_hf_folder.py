@@ -160,6 +160,16 @@ def test_the_dtype_is_the_source_folders_unless_another_is_asked_for(
         assert same(dict(model.state_dict()), {name: tensor.to(dtype) for name, tensor in trained.items()})
 
 
+def test_an_export_has_no_bar_of_transformers(weights: Path, tmp_path: Path, cli: Cli) -> None:
+    from transformers.utils import logging as words
+
+    words.enable_progress_bar()
+    status, *printed = cli("export", weights, tmp_path / "out", "--format=hf")
+    assert status == 0
+    assert "shards" not in "".join(printed)
+    assert words.is_progress_bar_enabled(), "what comes after has them"
+
+
 def test_how_a_model_writes_is_what_its_folder_says(weights: Path, tmp_path: Path, cli: Cli) -> None:
     """An instruction model names the ends of its answers there alone: without them it doesn't stop."""
     says = b'{"eos_token_id": [2, 9], "do_sample": true, "temperature": 0.6, "top_p": 0.9}'

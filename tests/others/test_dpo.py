@@ -118,7 +118,14 @@ def test_what_a_program_says(tmp_path: Path) -> None:
     status, printed = on_ranks_of_its_own(2, dpo.__file__, [*words, str(out)], tmp_path, {})
     assert status == 2
     assert "of 7 pairs 1 with one answer as chosen and rejected (" in printed
-    words += [str(out), "--bad-samples=drop", f"--eval-pairs={file}"]
+    held_out = tmp_path / "held-out.jsonl"  # with other names
+    held_out.write_text("".join(json.dumps({"q": row["prompt"], "good": "yes", "bad": "no"}) + "\n" for row in rows))
+    words += [
+        str(out),
+        "--bad-samples=drop",
+        f"--eval-pairs={held_out}",
+        "--chat-fields=;prompt=q,chosen=good,rejected=bad",
+    ]
     for epochs, line in (("1", ""), ("2", f"resumed from {out}/checkpoints/step-00000002 at step 2, epoch 0")):
         status, printed = on_ranks_of_its_own(2, dpo.__file__, [*words, f"--epochs={epochs}"], tmp_path, {})
         assert status == 0, printed

@@ -285,6 +285,10 @@ def test_dpo_runs_as_a_program(tmp_path: Path) -> None:
         ([short, str(file), out], "more than 4 tokens (none is cut)"),
         ([masked, str(file), out], "masked: doesn't learn the next token, as answers need; give a causal model"),
         ([folder, str(file), out, "--chat-fields=chosen=good"], "line 1: has no field good, which --chat-fields names"),
+        (
+            [folder, str(file), out, "--chat-fields=chosen=good;chosen=a"],
+            "for 2 sources, of which 1 are given; give each",
+        ),
         ([folder, str(file), out, "--learning-rate=1e-6"], "--learning-rate=1e-6: no such flag; here it is --lr"),
         ([folder, str(file), out, "--lora=0"], "--lora 0: must be 1 or more"),
         ([folder, str(file)], "the following arguments are required: OUT"),

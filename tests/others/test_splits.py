@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,19 @@ def test_a_plan_that_the_folder_brings_does_not_count(ranks: Ranks, tmp_path: Pa
         ranks.close()
     theirs, own = ([(one["loss"], one["grad_norm"]) for one in of_kind(events, "train")] for events in found)
     assert own == theirs
+
+
+def test_a_gathered_head_is_no_warning(ranks: Ranks, tmp_path: Path) -> None:
+    line = [*WORDS, "--tp=2", "--max-steps=1", "--checkpoint-every=never"]
+    for found in ranks.run(_warned, flags(save("llama", tmp_path / "model"), tmp_path / "run", *line), ranks=2):
+        assert not [one for one in found if "view tensor" in one]
+
+
+def _warned(line: list[str]) -> list[str]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        main_in_ranks(line)
+    return [str(one.message) for one in found]
 
 
 def test_weights_of_a_folder_arrive_as_they_are(ranks: Ranks, tmp_path: Path) -> None:
