@@ -72,10 +72,12 @@ def missing(expected: str, printed: str) -> str | None:
 
 
 class Shell:
-    """What runs a page's commands."""
+    """What runs a page's commands; `whole`: its trainings are as small as they are."""
 
-    def __init__(self, ranks: Ranks, folder: Path, places: dict[str, str], environment: dict[str, str]) -> None:
-        self.ranks, self.folder, self.places, self.environment = ranks, folder, places, environment
+    def __init__(
+        self, ranks: Ranks, folder: Path, places: dict[str, str], environment: dict[str, str], *, whole: bool = False
+    ) -> None:
+        self.ranks, self.folder, self.places, self.environment, self.whole = ranks, folder, places, environment, whole
         for name in ("configs", "examples", "docs", "Makefile", "README.md"):
             (folder / name).symlink_to(ROOT / name)
 
@@ -101,12 +103,17 @@ class Shell:
         if name in ("python", "python3") and words[1] == "-m":
             arguments = words[3:]
             if words[2] == "fsdp2.train":
-                arguments = shorter(arguments, has_output, by_hand, self._done(arguments))
+                arguments = self._trained(arguments, has_output, by_hand)
             if words[2] == "fsdp2.plan" and not has_output:
                 arguments = smaller(arguments)
             return self._in_a_process(f"-m {words[2]}", arguments, by_hand)
         done = subprocess.run(words, cwd=self.folder, capture_output=True, text=True, timeout=60)
         return done.returncode, done.stdout + done.stderr
+
+    def _trained(self, arguments: list[str], has_output: bool, by_hand: bool) -> list[str]:
+        if self.whole:
+            return [*arguments, "--device=cpu", "--threads=1"]
+        return shorter(arguments, has_output, by_hand, self._done(arguments))
 
     def _done(self, arguments: list[str]) -> int:
         """Steps of the run that a command line goes on with."""
@@ -139,7 +146,7 @@ class Shell:
             number = min(4, int(value)) if flag == "--nproc_per_node" else number
         target, arguments = (f"-m {words[1]}", words[2:]) if words[0] == "-m" else (str(ROOT / words[0]), words[1:])
         if target == "-m fsdp2.train":
-            arguments = shorter(arguments, has_output, by_hand, self._done(arguments))
+            arguments = self._trained(arguments, has_output, by_hand)
         where = (str(self.folder), self.environment, by_hand)
         if target != "-m fsdp2.train":
             return on_ranks_of_its_own(number, target, arguments, self.folder, self.environment)

@@ -54,6 +54,7 @@ NOT_RUN = {
     ("docs/doctor.md", "$ torchrun"): "says how the machine is, and ends its process at once; started by tests/doctor",
     ("docs/index.md", "$ git clone"): "needs a network",
     ("docs/contributing.md", "make"): "is this suite",
+    ("docs/fine-tuning.md", "$ make eval"): "needs the extra eval; run by tests/commands/test_eval.py",
     ("*", "pip install"): "changes the environment in which the tests run",
     (
         "docs/migration-",
@@ -82,6 +83,9 @@ NOT_RUN = {
     ("docs/plan.md", "python -m fsdp2.plan --model llama --model-size 1b"): "takes minutes; run by tests/plan",
     ("*", "python -m fsdp2.tune"): "takes minutes; run by tests/tune",
 }
+
+# Pages whose trainings are as small as they are, and end with what the page shows.
+WHOLE = ("docs/fine-tuning.md",)
 
 # What a page's commands find when they begin: commands, and places on the reader's machine.
 BEFORE = {
@@ -190,10 +194,16 @@ def has_code(page: Path) -> bool:
     )
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if has_code(page)], ids=name_of)
+def _case(page: Path) -> Any:
+    longer = [pytest.mark.timeout(900)] if name_of(page) in WHOLE else []
+    return pytest.param(page, marks=longer, id=name_of(page))
+
+
+@pytest.mark.parametrize("page", [_case(page) for page in PAGES if has_code(page)])
 def test_the_code_of_a_page_runs(page: Path, ranks: Ranks, tmp_path: Path) -> None:
     with _store(page) as (places, environment):
-        _run_page(page, Shell(ranks, tmp_path, {**places, **_places(page, tmp_path)}, environment), ranks)
+        places |= _places(page, tmp_path)
+        _run_page(page, Shell(ranks, tmp_path, places, environment, whole=name_of(page) in WHOLE), ranks)
 
 
 @contextmanager
