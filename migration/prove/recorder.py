@@ -26,10 +26,9 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import BatchSampler, DataLoader
 
-from migration.prove.dtypes import dtypes
 from migration.prove.fingerprint import rows
 from migration.prove.habits import Habits, is_reordered, norms_of, whole_gradients
-from migration.prove.parts import Cuts, Part, buffers, described, fsdp1_facts, parts, roots, split_otherwise
+from migration.prove.parts import Cuts, Part, buffers, described, dtypes, fsdp1_facts, parts, roots, split_otherwise
 
 LOW = (torch.bfloat16, torch.float16)
 
@@ -54,7 +53,7 @@ class Recorder:
     clip: the `norm` that torch's or FSDP1's clipping returned; whether it is `low`, of gradients of 16 bits.
     state: `when` before (the first step), unclipped, gradient (before each step), after (each); `parts` by name, and
         `buffers`.
-    dtypes: after the first step; `of` by name, see `dtypes.py`.
+    dtypes: after the first step; `of` by name, see `parts.dtypes`.
     settings: of each parameter group before each step; `of`, the number of each parameter's group, by name; which are
         `frozen`; whether the optimizer `holds` any parameter of the models.
     facts: before the first step; the rank, the ranks, and what rules ask about.

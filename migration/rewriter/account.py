@@ -11,14 +11,13 @@ from dataclasses import dataclass, replace
 import libcst as cst
 
 from migration.rewriter import imports, names
-from migration.rewriter.edits import Undecided
+from migration.rewriter.edits import BLOCKS, KEPT, MARKED, MOVED, WAITS, Taken, Undecided
 from migration.rewriter.module import Module
 from migration.rewriter.precision import FIELDS
 from migration.rewriter.scene import Scene
 from migration.rewriter.scopes import module_name
 from migration.rewriter.source import Source
 from migration.rewriter.symbols import AROUND, CONFIGS, OPTIONS, ROWS, canonical
-from migration.rewriter.taken import BLOCKS, KEPT, MARKED, MOVED, WAITS, Taken
 
 FIELDS_OF: dict[str, tuple[str, ...]] = {
     "MixedPrecision": FIELDS,
@@ -64,7 +63,7 @@ def entries(scene: Scene, undecided: list[Undecided], modules: list[Module]) -> 
     recorded = {id(taken.node): place for place, (taken, _) in enumerate(found)}
     for module in modules:
         for node, symbol in names.uses(module, scene.symbol):
-            if _settled(scene, symbol):
+            if _settled(scene, symbol, module):
                 continue
             if symbol in AROUND.values():
                 if scene.shards:
@@ -102,8 +101,10 @@ def _entry(taken: Taken, use: bool) -> Entry:
     return Entry(module.source, *span, around, taken.code, taken.outcome, taken.why, use)
 
 
-def _settled(scene: Scene, symbol: str) -> bool:
+def _settled(scene: Scene, symbol: str, module: Module) -> bool:
     """Return whether this is an option of FSDP1's in a program that shards by FSDP2, and has none of its class left."""
+    if symbol.startswith("library:accelerate"):
+        return scene.rewriting.program.by_fsdp2([module])
     return symbol.partition(".")[0] in OPTIONS and scene.fsdp2 and not scene.shards
 
 
@@ -126,7 +127,7 @@ def imported(scene: Scene, found: list[Entry], modules: list[Module]) -> list[En
                 f"{name.package}.{name.name}" if name.package and not name.package.startswith(".") else name.name
             )
             known = canonical(qualified) if not name.package.startswith(".") else None
-            if known is None or qualified in AROUND or _settled(scene, known):
+            if known is None or qualified in AROUND or _settled(scene, known, module):
                 continue
             code = {"private": "FC06", "library": "FC21", "fairscale": "FC22"}.get(known.partition(":")[0], "FC01")
             if name.name == "default_auto_wrap_policy":
@@ -140,8 +141,3 @@ def imported(scene: Scene, found: list[Entry], modules: list[Module]) -> list[En
             ):
                 add(statement, "FC01", "")
     return [entry for entry in made if (entry.source.path, entry.start, entry.code) not in taken]
-
-
-def held_back(found: list[Entry]) -> list[Entry]:
-    """Hold back changes that wait for a decision in the same program."""
-    return [replace(entry, outcome=WAITS) if entry.outcome in (MOVED, KEPT) else entry for entry in found]

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from fsdp2.units import printable
 from migration.rewriter import source
 from migration.rewriter.check import everything
+from migration.rewriter.edits import KEPT, MOVED, WAITS
 from migration.rewriter.rewrite import Result, Rewritten, diff
-from migration.rewriter.taken import KEPT, MOVED
 
 
 def rewrite(paths: Sequence[str], write_files: bool) -> int:
@@ -35,18 +35,22 @@ def rewrite(paths: Sequence[str], write_files: bool) -> int:
     for folder in added:
         done = "is" if write_files else "would be"
         print(f"fsdp2: FSDP1's interface {done} put into {printable(os.path.relpath(folder))}", file=sys.stderr)
-    _summary(result, write_files)
-    return 1 if any(finding.status not in (MOVED, KEPT) for finding in found.findings) else 0
+    left = [finding for finding in found.findings if finding.status not in (MOVED, KEPT)]
+    _summary(result, sum(finding.status != WAITS for finding in left), write_files)
+    return 1 if left else 0
 
 
-def _summary(result: Result, written: bool) -> None:
+def _summary(result: Result, left: int, written: bool) -> None:
     count = sum(file.source.path.parent.name != source.INTERFACE for file in result.files)
-    left = len(result.undecided)
     if not count and not left:
         print("fsdp2: nothing of FSDP1 to move", file=sys.stderr)
         return
     done = f"{count} file{'s' if count != 1 else ''} {'rewritten' if written else 'would change'}"
-    decide = f"{left} place{'s' if left != 1 else ''} to decide, marked # fsdp2:" if left else "nothing left to decide"
+    decide = (
+        f"{left} place{'s' if left != 1 else ''} to decide, in code marked # fsdp2:"
+        if left
+        else "nothing left to decide"
+    )
     faults = ", and losses may differ by a fault of FSDP1, named above" if result.faults else ""
     print(f"fsdp2: {done}, {decide}{faults}", file=sys.stderr)
     if any(problem.blocking for problem in result.undecided):

@@ -8,14 +8,13 @@ from dataclasses import replace
 import libcst as cst
 
 from migration.options import CLASS
-from migration.rewriter import each_parameter
-from migration.rewriter.edits import Undecided
+from migration.rewriter import each_parameter, libraries
+from migration.rewriter.edits import KEPT, Undecided
 from migration.rewriter.module import Module
 from migration.rewriter.names import code_of, how_it_travels, uses
 from migration.rewriter.rewriting import constant
 from migration.rewriter.scene import Scene
 from migration.rewriter.symbols import AROUND, BY_CODE, OPTIONS, PACKAGE, PREFIX
-from migration.rewriter.taken import KEPT
 from migration.rewriter.values import string
 
 # Asked for by name, to be shared among models.
@@ -124,8 +123,9 @@ def changed_calls(scene: Scene, module: Module, node: cst.Call) -> list[Undecide
         if scene.interface:  # which reads them
             scene.take("FC29", node, module, KEPT)
         return [] if scene.interface or scene.edits(module).covers(node) else left("FC29")
-    if by_library(module, node):
-        return left("FC21")
+    told = libraries.told(scene.rewriting.program, bool(scene.calls), module, node)
+    if found := [Undecided(code, said + BY_CODE[code].note, place, module, False) for code, place, said in told]:
+        return found
     first = node.args[0].value if node.args and not node.args[0].star else None
     if any(name.endswith(("utils.clip_grad_norm_", "utils.clip_grad.clip_grad_norm_")) for name in names):
         called = first.func if isinstance(first, cst.Call) else None
@@ -195,16 +195,4 @@ def _other_branch(module: Module, node: cst.Call, called: cst.CSTNode | None) ->
         ):
             return True
         below = above
-    return False
-
-
-def by_library(module: Module, node: cst.Call) -> bool:
-    """Return whether a library is told to use FSDP1: TrainingArguments(fsdp=…), Trainer or Fabric(strategy="fsdp")."""
-    name = module.code(node.func).rpartition(".")[2]
-    for arg in node.args:
-        keyword = arg.keyword.value if arg.keyword is not None else ""
-        if name.endswith("TrainingArguments") and keyword in ("fsdp", "fsdp_config"):
-            return not (isinstance(arg.value, cst.Name) and arg.value.value == "None")
-        if name in ("Trainer", "Fabric") and keyword == "strategy" and (string(arg.value) or "").startswith("fsdp"):
-            return True
     return False

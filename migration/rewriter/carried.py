@@ -6,13 +6,12 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from migration.rewriter.edits import Undecided
+from migration.rewriter.edits import KEPT, Taken, Undecided
 from migration.rewriter.flow import Flow
 from migration.rewriter.module import Module, last_name
 from migration.rewriter.objects import A_METHOD, ALL, MAYBE, THE_CLASS
 from migration.rewriter.scene import Scene
 from migration.rewriter.symbols import CLASS
-from migration.rewriter.taken import KEPT, Taken
 from migration.rewriter.values import string
 
 # By which programs ask what they have: FSDP1's private attributes of parameters and modules.

@@ -6,20 +6,19 @@ import mmap
 import os
 import re
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp2.units import printable
 from migration.rewriter.configs import Config, read_config
-from migration.rewriter.edits import Undecided
+from migration.rewriter.edits import BLOCKS, KEPT, Undecided
 from migration.rewriter.finding import Finding, make, of, sort
 from migration.rewriter.module import Module
 from migration.rewriter.program import Program
 from migration.rewriter.rewrite import Result, rewrite
 from migration.rewriter.source import Source, find, read, why_not
 from migration.rewriter.symbols import SURE_IMPORTS
-from migration.rewriter.taken import BLOCKS, KEPT
 
 # Files that name FSDP1 surely, by suffix: code by its class, a configuration by the word.
 CONFIGS = (".yaml", ".yml", ".json")
@@ -27,7 +26,9 @@ SURE = dict.fromkeys((".py", ".ipynb"), re.compile(rb"FullyShardedDataParallel|d
 SURE |= dict.fromkeys(CONFIGS, re.compile(rb"fsdp", re.IGNORECASE))
 
 
-def load(paths: Sequence[str | os.PathLike[str]]) -> tuple[Program, list[str]]:
+def load(
+    paths: Sequence[str | os.PathLike[str]], configured: Mapping[str, bool] | None = None
+) -> tuple[Program, list[str]]:
     """The program that files and folders are, and a line for each file that couldn't be read."""
     sources: list[Source] = []
     files, notes = find(paths)
@@ -37,7 +38,7 @@ def load(paths: Sequence[str | os.PathLike[str]]) -> tuple[Program, list[str]]:
                 sources.append(read(path))
             except Exception as error:
                 notes.append(f"{printable(str(path))}: {why_not(error)}; left out")
-    program = Program(sources)
+    program = Program(sources, configured)
     program.relevant()
     return program, notes
 
@@ -53,6 +54,15 @@ def configurations(paths: Sequence[Path]) -> tuple[list[Config], dict[Path, str]
             except Exception as error:
                 unread[path] = why_not(error)
     return found, unread
+
+
+def _configured(files: Sequence[Path], given: list[Config]) -> dict[str, bool]:
+    """Of each library whose configurations are given whether all say FSDP2 when the run is over; else those beside the
+    scripts, which the run leaves as they are."""
+    folders = dict.fromkeys(path.parent for path in files if path.suffix == ".py")
+    beside, _ = configurations([path for folder in folders for path in sorted(folder.glob("*.y*ml"))])
+    both = [(one.kind, one.version == 2) for one in beside], [(one.kind, one.fsdp2) for one in given]
+    return {kind: all(new for other, new in said if other == kind) for said in both for kind, _ in said}
 
 
 @dataclass
@@ -100,9 +110,9 @@ def _at_hand(error: Exception) -> Module | None:
 
 def everything(paths: Sequence[str], *, texts: bool = True) -> Everything:
     files, notes = find(paths)
-    program, unparsed = load(files)
-    result = _moved(program, texts=texts)
     configs, unread_configs = configurations(files)
+    program, unparsed = load(files, _configured(files, configs))
+    result = _moved(program, texts=texts)
     unread = [f"{printable(str(path))}: {why}; left out" for path, why in unread_configs.items()]
     findings = of(result.account) + [finding for config in configs for finding in config.findings()]
     read = {source.path for source in program.sources.values()}

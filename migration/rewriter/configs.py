@@ -12,22 +12,25 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from migration.rewriter.edits import MARKED, MOVED
 from migration.rewriter.finding import Finding, make
 from migration.rewriter.source import LIMIT, Source, Unreadable
-from migration.rewriter.taken import MARKED, MOVED
 
-GONE = ("fsdp_backward_prefetch", "fsdp_forward_prefetch", "fsdp_use_orig_params", "fsdp_sync_module_states")
-GONE_OLD = ("fsdp_backward_prefetch_policy",)
-SAME = (
-    "fsdp_auto_wrap_policy",
-    "fsdp_transformer_layer_cls_to_wrap",
-    "fsdp_offload_params",
-    "fsdp_activation_checkpointing",
-    "fsdp_min_num_params",
-    "fsdp_cpu_ram_efficient_loading",
+# Keys without their `fsdp_`, which accelerate's have and transformers' may have.
+GONE = ("backward_prefetch", "forward_prefetch", "use_orig_params", "sync_module_states", "backward_prefetch_policy")
+GONE_TRAINERS = ("limit_all_gathers",)  # accelerate's has no such key
+SAME = ("auto_wrap_policy", "offload_params", "activation_checkpointing", "transformer_layer_cls_to_wrap",
+        "min_num_params", "cpu_ram_efficient_loading")  # fmt: skip
+STRATEGY = ("sharding_strategy", "reshard_after_forward")  # which takes a strategy with FSDP1
+ACCELERATE = {f"fsdp_{key}" for key in (*GONE, *SAME, *STRATEGY, "state_dict_type", "version")}
+XLA = ("xla", "xla_fsdp_v2", "xla_fsdp_settings", "xla_fsdp_grad_ckpt")
+TRAINERS = {*GONE, *GONE_TRAINERS, *SAME, *XLA, "cpu_offload", "reshard_after_forward", "state_dict_type", "version"}
+SIGNS = re.compile("fsdp|transformer_layer_cls_to_wrap", re.IGNORECASE)
+RESHARD = {"FULL_SHARD": True, "1": True, "SHARD_GRAD_OP": False, "2": False}
+OTHER = dict.fromkeys(("HYBRID_SHARD", "4", "HYBRID_SHARD_ZERO2", "5"), "FY09") | dict.fromkeys(
+    ("NO_SHARD", "3"), "FY10"
 )
-ACCELERATE = {*GONE, *GONE_OLD, *SAME, "fsdp_sharding_strategy", "fsdp_state_dict_type", "fsdp_version"}
-RESHARD = {"FULL_SHARD": "true", "1": "true", "SHARD_GRAD_OP": "false", "2": "false"}
+MOVABLE = {"accelerate": "FY01", "transformers": "FY08"}  # and the row about the version
 BY_HAND = "It isn't written with one key a line, so it is left: move its keys by hand."
 COMPOSER = (
     "sharding_strategy",
@@ -51,30 +54,41 @@ class Place:
 @dataclass
 class Config:
     source: Source
-    kind: str  # accelerate, composer, lightning
+    kind: str  # accelerate, transformers, composer, lightning
     places: list[Place] = field(default_factory=list)
     version: int = 1
     head: Place | None = None
-    path: tuple[str, ...] = ()  # of keys, to the mapping in which fsdp_config stands
+    path: tuple[str, ...] = ()  # of keys, to the mapping of FSDP's
+
+    @property
+    def fsdp2(self) -> bool:
+        """Return whether it says FSDP2 when the run is over."""
+        return self.version == 2 or self.rewritten() != self.source.text
 
     def findings(self) -> list[Finding]:
         if self.head is None or self.version == 2:
             return []
-        if self.kind != "accelerate":
+        if self.kind not in MOVABLE:
             return [self._found(self.head, "FY06" if self.kind == "composer" else "FY07", MARKED)]
         found = []
         for place in self.places:
-            if place.key == "fsdp_sharding_strategy":
-                found.append(self._found(place, "FY02", MOVED if str(place.value) in RESHARD else MARKED))
-            elif place.key in GONE + GONE_OLD:
+            key = _bare(place.key)
+            if key in STRATEGY and not isinstance(place.value, bool):
+                value = str(place.value).upper()
+                found.append(self._found(place, OTHER.get(value, "FY02"), MOVED if value in RESHARD else MARKED))
+            elif key in self._gone:
                 found.append(self._found(place, "FY03"))
-            elif place.key == "fsdp_state_dict_type":
+            elif key == "state_dict_type":
                 local = "LOCAL" in str(place.value)
                 found.append(self._found(place, "FY04", MARKED if local else MOVED))
-            elif place.key in SAME:
+            elif key in SAME:
                 found.append(self._found(place, "FY05"))
         as_lines = any(one.status != MOVED for one in found) or self.moved is not None
-        return [self._found(self.head, "FY01", *(() if as_lines else (MARKED, BY_HAND))), *found]
+        return [self._found(self.head, MOVABLE[self.kind], *(() if as_lines else (MARKED, BY_HAND))), *found]
+
+    @property
+    def _gone(self) -> tuple[str, ...]:
+        return GONE + (GONE_TRAINERS if self.kind == "transformers" else ())
 
     def _found(self, place: Place, code: str, status: str = MOVED, why: str = "") -> Finding:
         shown = f"{place.key}: {place.value}" if not isinstance(place.value, Mapping) else f"{place.key}:"
@@ -86,18 +100,20 @@ class Config:
 
     def rewritten(self) -> str:
         """The file's text with FSDP2's keys; as it was if something has to be decided."""
-        stays = self.kind != "accelerate" or self.version == 2 or self.undecided() or not self.places
+        stays = self.kind not in MOVABLE or self.version == 2 or self.undecided() or not self.places
         return self.source.text if stays or self.moved is None else self.moved
 
     @cached_property
     def moved(self) -> str | None:
         """The text with FSDP2's keys, read again and compared; None where lines can't be changed one by one, as in a
         mapping on one line or what an anchor shares."""
-        data = _read(self.source)
-        holder = data
-        for key in self.path:
+        data = holder = _read(self.source)
+        for key in self.path[:-1]:
             holder = holder[key]
-        holder["fsdp_config"] = _moved(holder["fsdp_config"])
+        if self.path:
+            holder[self.path[-1]] = self._moved(holder[self.path[-1]])
+        else:
+            data = self._moved(data)
         try:
             text = self._as_json(data) if self.source.path.suffix == ".json" else self._by_lines()
             text.encode(self.source.encoding)  # JSON may spell half of a surrogate pair
@@ -109,19 +125,16 @@ class Config:
         newline = self.source.newline
         lines = self.source.text.splitlines(keepends=True)
         for place in self.places:
-            text = lines[place.line]
-            indent = text[: len(text) - len(text.lstrip())]
-            if place.key in GONE + GONE_OLD:
+            text, change = lines[place.line], self._change(place.key, place.value)
+            if change is None:
                 lines[place.line] = ""
-            elif place.key == "fsdp_version":
-                lines[place.line] = f"{indent}fsdp_version: 2{newline}"
-            elif place.key == "fsdp_sharding_strategy":
-                remark = text.rstrip("\r\n").partition("#")[1:]
-                said = f"  {''.join(remark)}" if remark[0] else ""
-                lines[place.line] = f"{indent}fsdp_reshard_after_forward: {RESHARD[str(place.value)]}{said}{newline}"
-        if self.places and not any(place.key == "fsdp_version" for place in self.places):
+            elif change != (place.key, place.value):
+                _, sign, remark = text.rstrip("\r\n").partition("#")
+                made = f"{text[: len(text) - len(text.lstrip())]}{change[0]}: {json.dumps(change[1])}"
+                lines[place.line] = f"{made}{sign and '  #'}{remark}{newline}"
+        if self.places and not any(_bare(place.key) == "version" for place in self.places):
             first = self.places[0]
-            lines[first.line] = f"{' ' * first.col}fsdp_version: 2{newline}" + lines[first.line]
+            lines[first.line] = f"{' ' * first.col}{self._prefix}version: 2{newline}" + lines[first.line]
         return "".join(lines)
 
     def _as_json(self, data: Any) -> str:
@@ -131,24 +144,46 @@ class Config:
         made = json.dumps(data, indent=indent[1] if indent else None, ensure_ascii=False, allow_nan=False)
         return made.replace("\n", self.source.newline) + text[len(text.rstrip()) :]
 
+    @property
+    def _prefix(self) -> str:
+        return "fsdp_" if any(place.key.startswith("fsdp_") for place in self.places) else ""
 
-def _moved(held: Mapping[str, Any]) -> dict[str, Any]:
-    """An fsdp_config with FSDP2's keys."""
-    moved: dict[str, Any] = {} if "fsdp_version" in held else {"fsdp_version": 2}
-    for key, value in held.items():
-        if key == "fsdp_sharding_strategy":
-            moved["fsdp_reshard_after_forward"] = RESHARD[str(value)] == "true"
-        elif key not in GONE + GONE_OLD:
-            moved[key] = 2 if key == "fsdp_version" else value
-    return moved
+    def _change(self, key: str, value: Any) -> tuple[str, Any] | None:
+        """The key and the value that FSDP2 has in the place of FSDP1's; None if it has none."""
+        if _bare(key) in STRATEGY and not isinstance(value, bool):
+            return f"{self._prefix}reshard_after_forward", RESHARD[str(value).upper()]
+        return None if _bare(key) in self._gone else (key, 2 if _bare(key) == "version" else value)
+
+    def _moved(self, held: Mapping[str, Any]) -> dict[str, Any]:
+        """A mapping of FSDP's with FSDP2's keys."""
+        first = {} if "version" in map(_bare, held) else {f"{self._prefix}version": 2}
+        return first | dict(filter(None, (self._change(key, value) for key, value in held.items())))
+
+
+def _bare(key: str) -> str:
+    return str(key).removeprefix("fsdp_")
 
 
 def read_config(source: Source) -> Config | None:
     """A configuration that uses FSDP1; None for any other file. Raises Unreadable if one that says fsdp is no YAML."""
-    if "fsdp" not in source.text.lower():
+    if not SIGNS.search(source.path.name + source.text):
         return None
     data = _read(source)
-    return _kind(source, data) if isinstance(data, Mapping) else None
+    return (_trainers(source, data) or _kind(source, data)) if isinstance(data, Mapping) else None
+
+
+def _trainers(source: Source, data: Mapping[str, Any]) -> Config | None:
+    """The file that `TrainingArguments(fsdp_config="fsdp_config.json")` names: nothing but keys of FSDP's."""
+    keys = {_bare(key) for key in data}
+    if not keys or keys - TRAINERS or not SIGNS.search(" ".join((source.path.name, *data))):
+        return None
+    return _config(source, "transformers", data, _place(source, data, str(next(iter(data)))))
+
+
+def _config(source: Source, kind: str, held: Mapping[str, Any], head: Place, path: tuple[str, ...] = ()) -> Config:
+    version = next((value for key, value in held.items() if _bare(key) == "version"), 1)
+    places = [_place(source, held, str(key)) for key in held]
+    return Config(source, kind, places, 2 if str(version) == "2" or held.get("xla") is True else 1, head, path)
 
 
 def _read(source: Source) -> Any:
@@ -188,13 +223,11 @@ def _kind(source: Source, data: Mapping[str, Any], path: tuple[str, ...] = ()) -
     held = data.get("fsdp_config")
     if isinstance(held, Mapping):
         ours = any(key in ACCELERATE for key in held)  # others have an fsdp_config with keys of their own
-        if not ours and not any(key in held for key in COMPOSER):
+        told = data.get("fsdp") if not ours and {_bare(key) for key in held} <= TRAINERS else None
+        if not ours and not told and not any(key in held for key in COMPOSER):
             return None
-        made = Config(source, "accelerate" if ours else "composer", path=path)
-        made.head = _place(source, data, "fsdp_config")
-        made.places = [_place(source, held, str(key)) for key in held]
-        made.version = 2 if str(held.get("fsdp_version")) == "2" else 1
-        return made
+        kind = "transformers" if told else "accelerate" if ours else "composer"
+        return _config(source, kind, held, _place(source, data, "fsdp_config"), (*path, "fsdp_config"))
     found = _lightning(source, data, path[-1] if path else "")
     if found is not None:
         return found

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import libcst as cst
 
-from migration.rewriter.edits import Undecided
+from migration.rewriter.edits import KEPT, Undecided
 from migration.rewriter.helpers import HELPERS
 from migration.rewriter.module import Module
 from migration.rewriter.scene import Scene
-from migration.rewriter.taken import KEPT
 from migration.rewriter.values import assignment, string
 
 IN_PLACE = ("mul_", "add_", "copy_", "lerp_", "sub_", "div_", "clamp_", "zero_", "fill_")

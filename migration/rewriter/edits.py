@@ -13,6 +13,23 @@ from migration.rewriter.module import Module, Span
 
 Text = str | Callable[[], str]
 WIDTH = 100
+# What becomes of a use.
+MOVED = "moved"
+KEPT = "works as it is"
+MARKED = "to decide"
+BLOCKS = "to decide first"
+WAITS = "waits for a decision"
+
+
+@dataclass(frozen=True)
+class Taken:
+    """The record of a rule that takes a use of FSDP1."""
+
+    code: str
+    node: cst.CSTNode
+    module: Module
+    outcome: str = MOVED
+    why: str = ""
 
 
 class Undecided(Exception):

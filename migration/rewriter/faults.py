@@ -19,6 +19,7 @@ OWN_PARAMETERS = re.compile(r"use_orig_params[\"']?\s*[=:]\s*(?!False)")
 HYBRID = ("ShardingStrategy.HYBRID_SHARD", "ShardingStrategy._HYBRID_SHARD_ZERO2")
 OF_OPTIMIZER = (f"{CLASS}.optim_state_dict", f"{CLASS}.full_optim_state_dict")
 SHARDED, FULL = re.compile(r"SHARDED_STATE_DICT"), re.compile(r"FULL_STATE_DICT|full_optim_state_dict")
+LOOKED_UP = re.compile(r"ShardingStrategy[\[(]|getattr\(\w*\.?ShardingStrategy")
 ON_CPU = re.compile(r"device\([\"']cpu|device_id=[\"']cpu|[\"']gloo[\"']")
 
 CLEARED = (
@@ -29,9 +30,10 @@ REPLICAS = (
     "where a shard group is one rank, as on a mesh (N, 1) or on nodes with one device, FSDP1 never synchronises the "
     "replicas"
 )
+CHOSEN = f"the strategy is chosen at run time; if it is HYBRID_SHARD (FS04): {REPLICAS}"
 MOMENTS = (
-    "on a CPU with use_orig_params=True FSDP1's optimizer state has one tensor for both moments, unless "
-    "offload_to_cpu=False: what resumes from it goes on wrongly"
+    "a full state of the optimizer that FSDP1 gathers on a CPU, with use_orig_params=True, has one tensor for both "
+    "moments, unless offload_to_cpu=False: what resumes from it goes on wrongly"
 )
 EVALUATED = "the outermost unit of a model that is only evaluated, as an average is, computes with its first values"
 ONLY_EVALUATED = re.compile(r"\.eval\(\)|requires_grad_\(False\)")
@@ -46,6 +48,12 @@ def suspected(scene: Scene, modules: list[Module]) -> Iterator[tuple[cst.CSTNode
     full = said(FULL) or not said(SHARDED)  # whose state is gathered, as it is unless the program says otherwise
     for module in modules:
         found: dict[str, cst.CSTNode] = {}
+
+        def around(node: cst.CSTNode, module: Module = module) -> list[str]:
+            """The statement, and each `with` and function that it stands in."""
+            above = [one for one in module.ancestors(node) if isinstance(one, cst.With | cst.FunctionDef)]
+            return [module.code(one) for one in (module.statement(node) or node, *above)]
+
         for node in module.all(cst.Call) if said(KEPT) and said(OWN_PARAMETERS) else ():
             called = node.func
             if isinstance(called, cst.Attribute) and last_name(called) == "zero_grad":
@@ -54,10 +62,12 @@ def suspected(scene: Scene, modules: list[Module]) -> Iterator[tuple[cst.CSTNode
                 if ours and methods.between(module, node, model):
                     found.setdefault(CLEARED, node)
         for node, symbol in uses(module, scene.symbol):
-            if symbol in HYBRID:
-                found.setdefault(REPLICAS, node)
-            elif symbol in OF_OPTIMIZER and said(OWN_PARAMETERS) and said(ON_CPU) and full:
-                found.setdefault(MOMENTS, node)
+            if symbol in HYBRID or (symbol == "ShardingStrategy" and LOOKED_UP.search(around(node)[0])):
+                found.setdefault(REPLICAS if symbol in HYBRID else CHOSEN, node)
+            elif symbol in OF_OPTIMIZER and said(OWN_PARAMETERS) and said(ON_CPU):
+                kinds = [text for text in around(node) if FULL.search(text) or SHARDED.search(text)]
+                if FULL.search(kinds[0]) if kinds else full:
+                    found.setdefault(MOMENTS, node)
         for changed in scene.rewriting.account:
             if changed.code == "FC27" and changed.module is module and said(ONLY_EVALUATED):
                 found.setdefault(EVALUATED, changed.node)

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp2.units import printable
+from migration.options import Row
 from migration.rewriter.account import Entry
+from migration.rewriter.edits import BLOCKS, KEPT, MARKED, MOVED, WAITS
 from migration.rewriter.symbols import BY_CODE
-from migration.rewriter.taken import BLOCKS, KEPT, MARKED, MOVED, WAITS
 
 DOCS = "docs/migration-options.md"
 IMPORTS = ("FC01", "FX07")
@@ -119,42 +120,22 @@ def github(findings: Sequence[Finding]) -> str:
 def sarif(findings: Sequence[Finding]) -> str:
     """SARIF 2.1.0, which code scanning and editors read."""
     codes = sorted({f.code for f in findings})
-    rules = [
-        {
-            "id": code,
-            "name": BY_CODE[code].name,
-            "shortDescription": {"text": f"{BY_CODE[code].name} -> {BY_CODE[code].becomes}"},
-            "help": {"text": BY_CODE[code].note or BY_CODE[code].becomes},
-            "helpUri": f"{DOCS}#{code.lower()}",
-        }
-        for code in codes
-    ]
-    results = [
-        {
-            "ruleId": f.code,
-            "ruleIndex": codes.index(f.code),
-            "level": SARIF_LEVELS[f.status],
-            "message": {"text": f"{f.message} -> {f.replacement}"},
-            "locations": [
-                {
-                    "physicalLocation": {
-                        "artifactLocation": {"uri": f.file},
-                        "region": {"startLine": f.line, "startColumn": f.col},
-                    }
-                }
-            ],
-        }
-        for f in findings
-    ]
-    tool = {"driver": {"name": "fsdp2.migrate", "rules": rules}}
-    return json.dumps(
-        {
-            "version": "2.1.0",
-            "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
-            "runs": [{"tool": tool, "results": results}],
-        },
-        indent=2,
-    )
+
+    def rule(row: Row) -> dict[str, Any]:
+        said = {"shortDescription": {"text": f"{row.name} -> {row.becomes}"}, "help": {"text": row.note or row.becomes}}
+        return {"id": row.code, "name": row.name, **said, "helpUri": f"{DOCS}#{row.code.lower()}"}
+
+    def result(f: Finding) -> dict[str, Any]:
+        at = {"artifactLocation": {"uri": f.file}, "region": {"startLine": f.line, "startColumn": f.col}}
+        said = {"level": SARIF_LEVELS[f.status], "message": {"text": f"{f.message} -> {f.replacement}"}}
+        return {"ruleId": f.code, "ruleIndex": codes.index(f.code), **said, "locations": [{"physicalLocation": at}]}
+
+    run = {
+        "tool": {"driver": {"name": "fsdp2.migrate", "rules": [rule(BY_CODE[code]) for code in codes]}},
+        "results": [result(f) for f in findings],
+    }
+    schema = "https://json.schemastore.org/sarif-2.1.0.json"
+    return json.dumps({"version": "2.1.0", "$schema": schema, "runs": [run]}, indent=2)
 
 
 FORMATS = {"json": as_json, "github": github, "sarif": sarif}  # which hold all findings

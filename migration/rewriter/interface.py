@@ -13,8 +13,8 @@ from pathlib import Path
 import libcst as cst
 
 from migration.options import CLASS
-from migration.rewriter import beyond, imports, instances, methods
-from migration.rewriter.edits import Undecided
+from migration.rewriter import beyond, imports, methods
+from migration.rewriter.edits import KEPT, Undecided
 from migration.rewriter.module import Module
 from migration.rewriter.names import code_of, uses
 from migration.rewriter.program import Program
@@ -22,7 +22,6 @@ from migration.rewriter.scene import Scene
 from migration.rewriter.scopes import module_name
 from migration.rewriter.source import INTERFACE, Source
 from migration.rewriter.symbols import AROUND, BY_CODE, PACKAGE, PREFIX, canonical
-from migration.rewriter.taken import KEPT
 from migration.rewriter.values import string
 
 GIVEN = ("process_group", "sharding_strategy", "mixed_precision", "cpu_offload", "compute_device")
@@ -155,7 +154,7 @@ def move(scene: Scene, modules: Sequence[Module]) -> tuple[Home | None, list[Und
 
 def _of_models(scene: Scene, module: Module) -> list[Undecided]:
     """Judge accesses to sharded models: they have most names, and not FSDP1's inner parts."""
-    instances.compare(scene, module)
+    methods.compare(scene, module)
     problems = []
     for call in module.all(cst.Call):
         methods.forward(scene, module, call)

@@ -6,7 +6,7 @@ Only files that mention FSDP1 are parsed, and those that something is imported f
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import libcst as cst
@@ -23,6 +23,8 @@ MENTIONS = re.compile(
     r"|MixedPrecision|apply_activation_checkpointing|summon_full_params|StateDictType|mp\.spawn|ShardedGradScaler",
     re.IGNORECASE,
 )
+PLUGIN = "FullyShardedDataParallelPlugin"  # accelerate's
+ACCELERATE = re.compile(r"^\s*(?:from|import) accelerate\b", re.MULTILINE)
 SURE = re.compile(
     r"FSDP|\bfsdp(_config)?=|strategy=[\"']fsdp|FullyShardedDataParallel|distributed\.fsdp|distributed import fsdp"
     r"|_fsdp_wrapped_module"
@@ -30,8 +32,11 @@ SURE = re.compile(
 
 
 class Program(Files):
-    def __init__(self, sources: Iterable[Source]) -> None:
+    """`configured`: of each library whose configuration is at hand whether that says FSDP2, when the run is over."""
+
+    def __init__(self, sources: Iterable[Source], configured: Mapping[str, bool] | None = None) -> None:
         super().__init__(sources)
+        self.configured = dict(configured or {})
         self._modules: dict[Path, Module | None] = {}
         self._parsed: list[Module] = []
         self._relevant: list[Module] | None = None
@@ -69,7 +74,8 @@ class Program(Files):
         return self._relevant
 
     def _find_relevant(self) -> list[Module]:
-        sure = {path for path, source in self.sources.items() if SURE.search(source.text)}
+        signs = [SURE, *([ACCELERATE] if "accelerate" in self.configured else [])]
+        sure = {path for path, source in self.sources.items() if any(sign.search(source.text) for sign in signs)}
         words = set().union(*(re.findall(r"\w+", self.sources[path].text) for path in sure)) if sure else set()
         names = {path.parent.name if path.stem == "__init__" else path.stem for path in sure}
         near = self._near(sure)
@@ -88,6 +94,13 @@ class Program(Files):
     @property
     def parsed(self) -> list[Module]:
         return list(self._parsed)  # which may grow while it is gone through
+
+    def by_fsdp2(self, modules: Iterable[Module]) -> bool:
+        """Return whether accelerate shards by FSDP2, as each plugin of these files says, or the configuration."""
+        made = [module.code(call) for module in modules for call in module.named(cst.Call, PLUGIN)]
+        said = [re.search(r"\bfsdp_version\s*=\s*(\w+)", code) for code in made]
+        default = "2" if self.configured.get("accelerate") else "1"
+        return {one[1] if one else default for one in said or [None]} == {"2"}
 
     # --- what a name is ---
 
@@ -110,7 +123,7 @@ class Program(Files):
                 continue
             known = self.symbol_of(name, module, depth)
             if known is not None:
-                return known
+                return None if known.startswith("library:accelerate") and self.by_fsdp2([module]) else known
         if isinstance(node, cst.Attribute):
             base = self.symbol(node.value, module, depth)
             if base is not None and not base.startswith(("private:", "library:", "fairscale:")):

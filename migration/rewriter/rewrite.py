@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from migration.rewriter import (
     faults,
     imports,
     interface,
+    libraries,
     marks,
     methods,
     names,
@@ -25,7 +25,7 @@ from migration.rewriter import (
 )
 from migration.rewriter.account import Entry
 from migration.rewriter.constructor_calls import ORDER, code_of, constructions, meta_calls, named
-from migration.rewriter.edits import Edits, Undecided
+from migration.rewriter.edits import KEPT, MOVED, WAITS, Edits, Undecided
 from migration.rewriter.emit import make
 from migration.rewriter.flow import Flow
 from migration.rewriter.module import Module
@@ -34,9 +34,6 @@ from migration.rewriter.rewriting import Rewriting
 from migration.rewriter.scene import Scene
 from migration.rewriter.source import Source
 from migration.rewriter.symbols import CLASS
-from migration.rewriter.taken import KEPT
-
-LIBRARY = re.compile(r"^\s*(?:from|import) (accelerate|lightning|pytorch_lightning|composer)\b", re.MULTILINE)
 
 
 @dataclass
@@ -70,9 +67,13 @@ def rewrite(program: Program, *, texts: bool = True) -> Result:
         if interface.kept(program, modules):
             continue
         way = plain.of(modules)
-        if library := _by_library(program, modules, any(module is where for _, where in calls for module in modules)):
-            way = replace(way, problems=library + [one for one in way.problems if one.code in carried.CODES])
-        elif way.problems:
+        own = any(module is where for _, where in calls for module in modules)
+        library = libraries.imported(program, modules) - ({"accelerate"} if own else set())  # which has other uses too
+        told = library <= {"accelerate"} and program.by_fsdp2(modules)
+        if library and not told and (by_library := _by_library(program, modules)):
+            left = [one for one in way.problems if one.code in carried.CODES + libraries.CODES]
+            way = replace(way, problems=by_library + left)
+        elif way.problems and not (library and told):
             other = _interface(scene, modules)
             known = {(id(problem.node), problem.code) for problem in other.problems}
             reasons = [problem for problem in way.problems if (id(problem.node), problem.code) not in known]
@@ -123,8 +124,8 @@ class Way:
 
 def _account(way: Way, problems: list[Undecided], stays: bool) -> list[Entry]:
     found = account.entries(way.scene, problems, way.modules)
-    if stays:
-        found = account.held_back(found)
+    if stays:  # changes wait for a decision in the same program
+        found = [replace(entry, outcome=WAITS) if entry.outcome in (MOVED, KEPT) else entry for entry in found]
     return found + account.imported(way.scene, found, way.modules)
 
 
@@ -187,16 +188,10 @@ def _interface(plain: Scene, modules: list[Module]) -> Way:
     return Way(scene, program.parsed, _unique(problems), home).of(modules)
 
 
-def _by_library(program: Program, modules: list[Module], calls: bool) -> list[Undecided]:
-    """One for each file with a name of FSDP1, where a library makes the models, by FSDP1 or FSDP2: one that is imported
-    and isn't the program itself. accelerate has other uses too, and is taken to where no call shards a model."""
-    found = {name for module in modules for name in LIBRARY.findall(module.text)}
-    found = {name for name in found if not any(program.file_of(name, module) for module in modules)}
-    if not found - ({"accelerate"} if calls else set()):
-        return []
-    why = "a library shards the model, by FSDP1 or FSDP2 as its configuration says: move that first"
+def _by_library(program: Program, modules: list[Module]) -> list[Undecided]:
+    """One for each file with a name of FSDP1, where a library makes the models."""
     known = [(module, names.uses(module, program.symbol)) for module in modules]
-    return [Undecided("FC21", why, uses[0][0], module) for module, uses in known if uses]
+    return [Undecided("FC21", libraries.HOW, uses[0][0], module) for module, uses in known if uses]
 
 
 def _unique(problems: list[Undecided]) -> list[Undecided]:

@@ -6,10 +6,9 @@ from collections.abc import Iterable
 
 import libcst as cst
 
-from migration.rewriter.edits import Edits, Undecided
+from migration.rewriter.edits import MOVED, Edits, Taken, Undecided
 from migration.rewriter.module import Module
 from migration.rewriter.program import Program
-from migration.rewriter.taken import MOVED, Taken
 from migration.rewriter.values import Leaf, Values, assignment, is_none, string
 
 FSDP = "torch.distributed.fsdp"

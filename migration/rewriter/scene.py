@@ -9,13 +9,12 @@ from dataclasses import dataclass
 
 import libcst as cst
 
-from migration.rewriter.edits import Edits
+from migration.rewriter.edits import MOVED, Edits
 from migration.rewriter.flow import Flow
 from migration.rewriter.module import Module
 from migration.rewriter.objects import STATIC
 from migration.rewriter.rewriting import Rewriting, constant
 from migration.rewriter.symbols import CLASS
-from migration.rewriter.taken import MOVED
 from migration.rewriter.values import Values
 
 # Names that a model has from FSDP1's class alone, but for those that methods.py moves by themselves.
@@ -77,7 +76,9 @@ class Scene:
     def fsdp2(self) -> bool:
         """Return whether the program shards by FSDP2 already, to which FSDP1's options are only values."""
         words = re.compile(r"fully_shard\b|FSDPModule|fsdp1_interface")
-        return any(words.search(source.text) for source in self.rewriting.program.sources.values())
+        program = self.rewriting.program
+        by_accelerate = any("accelerate" in module.text and program.by_fsdp2([module]) for module in self.modules)
+        return by_accelerate or any(words.search(source.text) for source in program.sources.values())
 
     def static_calls(self, module: Module) -> Iterator[tuple[cst.Call, str]]:
         """Calls of FSDP1's static methods: FSDP.name(model, …), or model.name(model, …)."""

@@ -44,7 +44,8 @@ python -m fsdp2.migrate rewrite --write train.py policies/
   Change what the comment says, and run it again. Running it twice changes nothing more.
 - The result needs torch alone, and nothing of this package. A few helpers (`no_sync`, `shard_by_size`) are written into
   files that become plain.
-- Notebooks are rewritten cell by cell, accelerate's YAML line by line, its JSON with the same indent. Comments,
+- Notebooks are rewritten cell by cell, accelerate's YAML line by line, its JSON and the `fsdp_config.json` of
+  transformers' Trainer with the same indent. Comments,
   layout, encoding, line endings and permissions stay. Files are replaced whole or not at all. Of a folder, links to
   files outside of it are left out.
 - What may be FSDP1's class or a model of it, since an object carries it there, is listed as FC36, with where it comes
@@ -79,13 +80,14 @@ WITHOUT = {
     "FC19": "starting ranks by hand goes on working, and nothing of FSDP1 is in it",
     "FC21": "the library shards the model, and on a CPU it doesn't",
     "FC22": "fairscale has no release for a torch with FSDP2",
+    **dict.fromkeys(("FC38", "FC39"), "a library's call, which needs GPUs: `tests/rewriter/test_libraries.py`"),
     "FC24": "what can't be parsed doesn't run",
     "FD09": "FSDP1 refuses the base class",
     "FD15": "FSDP1 refuses the base class",
     "FX06": "no torch that has FSDP2 takes the argument",
     **{
-        f"FY0{n}": "a configuration: `tests/rewriter/test_configs.py` has its text before and after"
-        for n in range(1, 8)
+        f"FY{n:02}": "a configuration: `tests/rewriter/test_configs.py` has its text before and after"
+        for n in range(1, 11)
     },
 }
 

@@ -11,12 +11,11 @@ import pytest
 from migration.rewriter import account, names
 from migration.rewriter.account import Entry
 from migration.rewriter.check import load
-from migration.rewriter.edits import Undecided
+from migration.rewriter.edits import BLOCKS, MARKED, MOVED, WAITS, Undecided
 from migration.rewriter.module import Module
 from migration.rewriter.rewrite import rewrite
 from migration.rewriter.scene import Scene
 from migration.rewriter.symbols import AROUND
-from migration.rewriter.taken import BLOCKS, MARKED, MOVED, WAITS
 
 HERE = Path(__file__).parent
 IMPORT = "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP"

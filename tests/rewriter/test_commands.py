@@ -288,7 +288,6 @@ def test_a_folder_that_cannot_be_written(program: Path) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "args = TrainingArguments('out', fsdp='full_shard auto_wrap')",
         "trainer = L.Trainer(strategy='fsdp')",
         'fabric = Fabric(devices=2, strategy="fsdp_cpu_offload")',
         "from accelerate import FullyShardedDataParallelPlugin",

@@ -63,18 +63,19 @@ def test_accelerates_json_is_moved(tmp_path: Path, indent: int | str | None) -> 
     assert everything([str(path)]).findings == []
 
 
-@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize(("strategy", "code"), [("HYBRID_SHARD", "FY09"), ("NO_SHARD", "FY10")])
 def test_a_strategy_that_is_no_resharding_policy_is_not_made_one(
-    tmp_path: Path, strategy: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, strategy: str, code: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "fsdp.yaml"
     text = ACCELERATE.replace("SHARD_GRAD_OP", strategy)
     path.write_text(text)
     assert run("rewrite", "--write", path) == 1
     assert path.read_text() == text
-    assert (
-        f"{path}:8:3 FY02 fsdp_sharding_strategy: {strategy}: NO_SHARD is distributed_type" in capsys.readouterr().err
-    )
+    said = capsys.readouterr().err
+    assert f"{path}:8:3 {code} fsdp_sharding_strategy: {strategy}: " in said
+    assert "FULL_SHARD" not in said
+    assert "1 place to decide" in said
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,7 @@ def test_a_strategy_that_is_no_resharding_policy_is_not_made_one(
         ("composer.yaml", "trainer:\n  fsdp_config:\n    sharding_strategy: FULL_SHARD\n", "FY06"),
         ("lightning.yaml", "trainer:\n  strategy: fsdp\n", "FY07"),
         ("class.yml", "trainer:\n  strategy:\n    class_path: lightning.pytorch.strategies.FSDPStrategy\n", "FY07"),
-        ("hybrid.json", '{"fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD"}}', "FY02"),
+        ("hybrid.json", '{"fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD"}}', "FY09"),
     ],
 )  # fmt: skip
 def test_others_are_found_and_left(tmp_path: Path, name: str, text: str, code: str) -> None:

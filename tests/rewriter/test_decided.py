@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from migration.rewriter.check import account, load
+from migration.rewriter.edits import KEPT
 from migration.rewriter.rewrite import rewrite
-from migration.rewriter.taken import KEPT
 from tests.harness import Ranks
 from tests.rewriter.test_rules import DECIDED, NOT_BEFORE, both
 

@@ -59,6 +59,43 @@ def test_a_sharded_state_of_an_optimizer_has_both_moments(
 
 
 @pytest.mark.parametrize(
+    ("kind", "named"), [("SHARDED_STATE_DICT", False), ("FULL_STATE_DICT", True), ("of(args)", True)]
+)
+@pytest.mark.parametrize("where", ["with FSDP.state_dict_type(model, StateDictType.{}):", "def save(kind='{}'):"])
+def test_the_kind_of_a_save_is_the_one_around_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, named: bool, where: str
+) -> None:
+    """Though the program gathers the model's state elsewhere."""
+    path = tmp_path / "train.py"
+    faulty = FAULTY.format(strategy="FULL_SHARD", own=True, before=PASS, between=PASS, saved="optim_state_dict")
+    *lines, save = faulty.splitlines()
+    other = (
+        "with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):\n    torch.save(model.state_dict(), 'm.pt')\n"
+    )
+    path.write_text("\n".join([*lines, where.format(kind), f"    {save}", other]))
+    run("check", path)
+    assert ("one tensor for both moments" in capsys.readouterr().err) == named
+
+
+@pytest.mark.parametrize(
+    ("read", "named"),
+    [("ShardingStrategy[name]", True), ("getattr(ShardingStrategy, name)", True), ("ShardingStrategy(1)", True),
+     ("ShardingStrategy.FULL_SHARD", False)],
+)  # fmt: skip
+def test_a_strategy_of_a_configuration_may_be_the_one_with_the_fault(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], read: str, named: bool
+) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(
+        "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, ShardingStrategy\n"
+        f"def make(net, name: dict[str, ShardingStrategy]):\n    return FSDP(net, sharding_strategy={read})\n"
+    )
+    for command in ("check", "rewrite"):
+        run(command, path)
+        assert ("if it is HYBRID_SHARD (FS04)" in capsys.readouterr().err) == named
+
+
+@pytest.mark.parametrize(
     ("strategy", "own", "before", "between", "saved", "named"),
     [
         (
