@@ -25,8 +25,7 @@ from fsdp2.models import llama
 from fsdp2.models.spec import ModelSpec
 from fsdp2.options import own_model
 from fsdp2.options.errors import ConfigError
-from fsdp2.parallel import activation_checkpointing
-from fsdp2.parallel.names import FUSED
+from fsdp2.parallel import FUSED, activation_checkpointing
 from fsdp2_tools.plan.device import TABLE, Gpu, gpu_of, terms
 from fsdp2_tools.plan.execute import Runs, run
 from fsdp2_tools.plan.memory import memory_of

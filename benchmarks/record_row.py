@@ -76,12 +76,12 @@ def measure(
     settings: dict[str, Any],
 ) -> None:
     gpu = device.type == "cuda"
-    engine = make_engine(config, config.spec, world, device, restoring=False)
+    engine = make_engine(config, world, device, restoring=False)
     batch = made_up(config, world, device)
     losses: list[torch.Tensor] = []
 
     def step() -> None:
-        _, values = train_step(engine, iter([batch] * config.grad_accumulation), config.spec, config, world, [])
+        _, values = train_step(engine, iter([batch] * config.grad_accumulation), config, world, [])
         losses.append(values[0].detach())
 
     def wait() -> None:
@@ -106,7 +106,7 @@ def measure(
     worst = gather(times)
     steps = [max(ranks) for ranks in zip(*worst, strict=False)]
     middle = statistics.median(steps)
-    speed = Throughput(config, config.spec, [(batch.inputs[0], batch.targets[0])], device, world.world_size)
+    speed = Throughput(config, [(batch.inputs[0], batch.targets[0])], device, world.world_size)
     samples = config.batch_size * config.grad_accumulation * world.world_size
     found: dict[str, Any] = {
         "step_ms": middle,

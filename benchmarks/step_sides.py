@@ -113,8 +113,7 @@ def ours(*flags: str) -> Make:
         config = job.config(*flags)
         if config.strategy.startswith("zero"):
             _needs("deepspeed")
-        spec = config.spec
-        engine = make_engine(config, spec, job.world, job.device, restoring=False)
+        engine = make_engine(config, job.world, job.device, restoring=False)
         metrics = MetricsFile(job.folder / f"{'-'.join(flags) or 'ours'}.jsonl".replace("/", "-"), job.world.rank)
         log = StepLog(metrics, job.device)
         count = 0
@@ -122,7 +121,7 @@ def ours(*flags: str) -> Make:
         def step(batch: Batch) -> Tensor:
             nonlocal count
             count += 1
-            facts, values = train_step(engine, iter([batch]), spec, config, job.world, [False, False])
+            facts, values = train_step(engine, iter([batch]), config, job.world, [False, False])
             log.add({"step": count, "epoch": 0, "lr": config.lr, **facts}, values)
             return values[0]
 

@@ -189,7 +189,7 @@ def train(flags, data: pairs.Pairs, device: torch.device, steps: int, held_out: 
     name, what = ("reference", "its reference is") if reference else ("base", "its adapters go beside")
     parts: dict[str, state.Part] = {"batches": batches, "schedule": state.SchedulerState(schedule.scheduler)}
     parts |= {"progress": progress, name: Base(flags.model, checksum(frozen), what)}
-    app = state.AppState(policy, optimizer, parts, elsewhere=lambda name: flags.lora and not lora.is_adapter(name))
+    app = state.AppState(policy, optimizer, parts, not_saved=lambda name: flags.lora and not lora.is_adapter(name))
     with in_a_line():
         done = restore.restore_newest(place, app)
     schedule.go_on(done, None)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fsdp2 import data, models
 from fsdp2.options import own_model
-from fsdp2.options.beginning import unset
 from fsdp2.options.checks import KEEP, check_together
+from fsdp2.options.own_model import unset
 from fsdp2.options.parser import make_parser, read_values
 from fsdp2.options.strategies import STRATEGIES, check_strategy
 from fsdp2.options.values import (
@@ -42,7 +42,7 @@ from fsdp2.options.values import (
     trackers,
     whole,
 )
-from fsdp2.parallel.names import ACCUMULATION_SYNC, DTYPES, FLOAT8, FSDP1_PREFETCH, FSDP1_SHARDING, OPTIMIZERS, STATES
+from fsdp2.parallel import ACCUMULATION_SYNC, DTYPES, FLOAT8, FSDP1_PREFETCH, FSDP1_SHARDING, OPTIMIZERS, STATES
 from fsdp2.units import byte_count
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from fsdp2.run.process.runtime import World
 
 
 def evaluate(
-    forward: Callable[[Batch], Any], spec: ModelSpec, split: Split, config: Config, world: World, device: torch.device
+    forward: Callable[[Batch], Any], split: Split, config: Config, world: World, device: torch.device
 ) -> dict[str, float]:
     """Mean loss, accuracy from 0 to 1, and count of targets, summed over ranks; of language perplexity too.
 
@@ -28,14 +28,14 @@ def evaluate(
     Call it in evaluation mode without gradients. Counts are summed as integers and losses in float64, so
     uneven shares don't shift the means.
     """
-    sums = scored(forward, spec, held_out_batches(split, config, world, device), device)
+    sums = scored(forward, config.spec, held_out_batches(split, config, world, device), device)
     if not world.share(config.tp, config.sp).counts:
         sums.zero_()
     if world.world_size > 1:
         dist.all_reduce(sums)
     total, correct, count = sums.tolist()
     result = {"loss": total / count, "accuracy": correct / count, "count": int(count)}
-    if spec.kind == "language":
+    if config.spec.kind == "language":
         with numpy.errstate(over="ignore"):  # of a run that diverges it is infinite
             result["perplexity"] = float(numpy.exp(numpy.float64(result["loss"])))
     return result

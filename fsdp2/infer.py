@@ -30,7 +30,7 @@ from fsdp2.run.dataset import load_data, tokenizer_of
 from fsdp2.run.directory.rundir import RunDir
 from fsdp2.run.preflight import check_data
 from fsdp2.run.process import ending, runtime
-from fsdp2.run.trained import opened
+from fsdp2.run.trained import open_run
 from fsdp2.units import printable, short
 
 SAMPLES = 10
@@ -66,14 +66,14 @@ def main(place: Path | str, *, sharded: bool = False, **named: Any) -> dict[str,
     "weights": where they come from and what vouches for them}, and of a language model its "perplexity". Raises
     ConfigError if the run, its model or its data can't be used.
     """
-    with opened(place, sharded=sharded, **named) as run:
+    with open_run(place, sharded=sharded, **named) as run:
         check_data(run.config)
         spec = run.config.spec
-        dataset = load_data(run.config, spec, run.world)
+        dataset = load_data(run.config, run.world)
         with torch.no_grad():
             batch = next(evaluation_batches(dataset.test, SAMPLES, 0, 1, run.device))
             samples = samples_of(spec.logits(run.forward(batch)), batch.targets, dataset)
-            result = evaluate(run.forward, spec, dataset.test, run.config, run.world, run.device)
+            result = evaluate(run.forward, dataset.test, run.config, run.world, run.device)
         if run.world.rank == 0:
             show(samples, shown(batch.inputs, batch.targets), dataset, run.run)
             print(f"test loss: {result['loss']:.4f}")
@@ -121,7 +121,7 @@ def go_on(
     Returns {"prompt", "text": what follows, "weights"}. Raises ConfigError as `main` does, and for a model that isn't
     trained to predict the next token of a text.
     """
-    with opened(place, sharded=sharded, **named) as run:
+    with open_run(place, sharded=sharded, **named) as run:
         config, spec = run.config, run.config.spec
         if spec.kind != "language" or spec.task != "causal" or config.dataset == "random-tokens":
             raise ConfigError(f"--prompt: {config.model} wasn't trained to continue a text; drop --prompt")

@@ -25,7 +25,6 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from fsdp2.checkpoint.state import Part, Progress
 from fsdp2.data.loader import Batch
 from fsdp2.evaluate import evaluate
-from fsdp2.models.spec import ModelSpec
 from fsdp2.observing import observed
 from fsdp2.options.own_model import blocks_of
 from fsdp2.options.strategies import check_device
@@ -40,7 +39,7 @@ from fsdp2.report.throughput import Throughput
 from fsdp2.run.between import Between
 from fsdp2.run.checkpoints import Checkpoints
 from fsdp2.run.dataset import load_data, training_batches
-from fsdp2.run.initial_weights import InitialValues, StartWeights
+from fsdp2.run.initial_weights import DrawnWeights, LoadedWeights
 from fsdp2.run.preflight import examine_first, preflight
 from fsdp2.run.process import ending, runtime
 from fsdp2.run.process.group import process_group
@@ -48,7 +47,7 @@ from fsdp2.run.process.runtime import World
 from fsdp2.run.process.settings import growing_segments, process_settings
 from fsdp2.run.process.signals import StopSignals, fails_to_torchrun
 from fsdp2.run.schedule import Schedule
-from fsdp2.run.start import agree, resume, state_of_run, try_out, write_start
+from fsdp2.run.start import agree, keep_in_memory, resume, state_of_run, try_out, write_start
 from fsdp2.run.watch.hangs import Watch
 
 
@@ -69,18 +68,17 @@ def main(
     device = runtime.pick_device(config.device, world)
     check_device(config, device.type)
     examine_first(config, world, device)  # with --doctor
-    spec = config.spec
     job = preflight(config, world)
     with job.hold, process_group(world, device, config), process_settings(config) as garbage:
         folder = agree(config, job, world)  # on what rank 0 has chosen: where, and from what
         runtime.set_threads(config.threads, world)
 
         # Data: the same order of samples on all ranks, and this rank's part of it.
-        dataset = load_data(config, spec, world)
+        dataset = load_data(config, world)
         batches = training_batches(config, dataset, world, device)
 
         # Model: meta -> sharded -> initialised -> with its optimizer.
-        engine = make_engine(config, spec, world, device, restoring=job.origin.checkpoint is not None)
+        engine = make_engine(config, world, device, restoring=job.origin.checkpoint is not None)
         schedule = Schedule(config, engine.optimizer, batches)
         runtime.seed_everything(config.seed, world.rank // config.tp)  # for dropout, the same for the same activations
 
@@ -102,12 +100,13 @@ def main(
 
         def test() -> float:
             with watch.phase("evaluation"), engine.evaluating():
-                result = evaluate(engine.forward, spec, dataset.test, config, world, device)
+                result = evaluate(engine.forward, dataset.test, config, world, device)
             reports.emit("eval", {**at(), **result})
             return result["accuracy"]
 
         with job.hold.starting():
-            memory = write_start(config, job, world, app, device, folder, engine.files, finished=finished())
+            memory = keep_in_memory(config, folder, app, device)
+            write_start(config, job, world, engine.files, in_memory=memory is not None, finished=finished())
             reports = Reports(
                 config, job.run.metrics, job.run.files, world.rank, world.world_size, batches.steps_per_epoch, on_event
             )
@@ -117,12 +116,12 @@ def main(
         checkpoints = Checkpoints(config, job, app, engine, progress, device, memory, reports, watch)
         observation = observed(config, engine, checkpoints, world, device)
         with reports, StopSignals() as stop, observation as peak_bytes, watch, checkpoints:
-            speed = Throughput(config, spec, dataset.train, device, world.world_size)
-            opening = header.lines(config, engine, spec, dataset, world.world_size, device, job.run.path, reports.plan)
-            opening += header.steps(config, spec, batches, progress.step + schedule.course.left) + speed.lines
+            speed = Throughput(config, dataset.train, device, world.world_size)
+            opening = header.lines(config, engine, dataset, world.world_size, device, job.run.path, reports.plan)
+            opening += header.steps(config, batches, progress.step + schedule.course.left) + speed.lines
             reports.emit(*job.opening_event({"header": opening, **at(), **dataset.facts, **engine.started, **restored}))
             if config.inspect:
-                reports.console.lines(header.inspection(config, engine, spec))
+                reports.console.lines(header.inspection(config, engine))
 
             # The loop. An epoch is its steps, an evaluation, a new learning rate and a checkpoint.
             accuracy: float | None = None
@@ -133,7 +132,7 @@ def main(
                 log.restart_clock()
                 for microbatches in batches:
                     votes = between.before_step(progress.step + 1)
-                    facts, values = train_step(engine, microbatches, spec, config, world, votes)
+                    facts, values = train_step(engine, microbatches, config, world, votes)
                     progress.step += 1
                     schedule.after_step()
                     log.add({**at(), "step_in_epoch": batches.steps_done(), **facts}, values)
@@ -166,7 +165,7 @@ def main(
 
 
 def train_step(
-    engine: Engine, microbatches: Iterator[Batch], spec: ModelSpec, config: Config, world: World, votes: Sequence[bool]
+    engine: Engine, microbatches: Iterator[Batch], config: Config, world: World, votes: Sequence[bool]
 ) -> tuple[dict[str, Any], Tensor]:
     """One optimizer step over the microbatches of this rank. A collective call.
 
@@ -181,7 +180,7 @@ def train_step(
     share = world.share(config.tp, config.sp)
     for batch in microbatches:
         with engine.losses():
-            loss = spec.loss(engine.forward(batch), batch.targets)
+            loss = config.spec.loss(engine.forward(batch), batch.targets)
             # Ranks' gradients will be averaged. The sum of losses x ranks / targets in the global batch makes
             # that the gradient of the mean over the global batch, also where shares are uneven.
             engine.backward(
@@ -204,20 +203,20 @@ def train_step(
     return facts, torch.stack([sums[0] / batch.target_count, sums[1] / world.world_size, *sums[2:]])
 
 
-def make_engine(config: Config, spec: ModelSpec, world: World, device: torch.device, *, restoring: bool) -> Engine:
+def make_engine(config: Config, world: World, device: torch.device, *, restoring: bool) -> Engine:
     """The sharded model with initial values or `--init-from`'s, which a checkpoint would replace. A collective call."""
     # Nothing is drawn that would be replaced. Which tensors --init-partial leaves out is known after the weights.
-    weights = StartWeights(config, restoring=restoring)
+    weights = LoadedWeights(config, restoring=restoring)
     start = Start(
-        build=lambda: spec.on_meta(config.model_size),
+        build=lambda: config.spec.on_meta(config.model_size),
         blocks_of=blocks_of(config),
-        set_weights=InitialValues(config, brought=weights.brings),
+        set_weights=DrawnWeights(config, brought=weights.brings),
         load_weights=weights if weights.wanted else None,
         brought=weights.brings,
         device=device,
         world_size=world.world_size,
     )
-    engine = engine_of(config, spec, start)
+    engine = engine_of(config, start)
     engine.started = weights.facts
     if config.ema is not None or config.lora is not None:
         from fsdp2.run.parts import add_parts
@@ -226,8 +225,9 @@ def make_engine(config: Config, spec: ModelSpec, world: World, device: torch.dev
     return engine
 
 
-def engine_of(config: Config, spec: ModelSpec, start: Start) -> Engine:
+def engine_of(config: Config, start: Start) -> Engine:
     """The strategy's engine: no other place asks for it, as each is driven in the same way. A collective call."""
+    spec = config.spec
     if config.strategy == "fsdp2":
         engine: Engine = parallelize(config, methods=spec.methods, splits=spec.splits, **vars(start))
     else:

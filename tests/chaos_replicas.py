@@ -122,7 +122,7 @@ def take_half(folder: Path, memory: Path, name: str, here: Path) -> None:
     shutil.copytree(folder / "half", folder / name)
     for source in (memory / "half").glob("node*/fsdp2-*"):
         # A run's folder in memory is named by where its run directory is.
-        target = here / source.parent.name / node_memory.folder_of(str(folder / name))
+        target = node_memory.memory_folder(str(folder / name), here / source.parent.name)
         shutil.copytree(source, target)
 
 

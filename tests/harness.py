@@ -223,7 +223,7 @@ def make_engine(flags: str = "") -> Engine:
     from fsdp2.run.process import runtime
 
     config = parse(["--model-size=tiny", *flags.split()])
-    return train.make_engine(config, config.spec, runtime.world(), torch.device("cpu"), restoring=False)
+    return train.make_engine(config, runtime.world(), torch.device("cpu"), restoring=False)
 
 
 def peak_at_start(flags: str) -> tuple[int, int]:

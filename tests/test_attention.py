@@ -350,7 +350,7 @@ def test_the_header_names_what_a_gpu_would_use() -> None:
         (["--model=cnn"], []),
     ):
         config = parse(flags)
-        assert header.attention(config, config.spec, gpu) == expected
+        assert header.attention(config, gpu) == expected
 
 
 def test_a_plan_counts_scores_and_masks_where_there_are_any() -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from fsdp2.config import Config, parse
-from fsdp2.options.beginning import FROM_NOTHING, FROM_WEIGHTS, WITH_ADAPTERS
 from fsdp2.options.errors import ConfigError
+from fsdp2.options.own_model import FROM_NOTHING, FROM_WEIGHTS, WITH_ADAPTERS
 from fsdp2.options.parser import to_flags
 from fsdp2.report.console import Console
 from fsdp2.run.preflight import preflight

@@ -114,7 +114,7 @@ def test_training_and_a_prompt_begin_alike(corpus: Path, tmp_path: Path, monkeyp
     for bos, begin in (("auto", [2]), ("always", [2]), ("never", [])):
         line = ["--model=llama", "--seq-len=4", f"--dataset=text:{corpus}", f"--tokenizer={tokenizer}", f"--bos={bos}"]
         config = parse(line)
-        split = open_data(config, config.spec).train
+        split = open_data(config).train
         assert split.tokens[: len(begin) + 3].tolist() == [*begin, 0, 1, 3]  # type: ignore[attr-defined]
         asked: list[list[int]] = []
 
@@ -161,17 +161,15 @@ def test_a_folder_prepared_with_another_beginning_is_refused(corpus: Path, tmp_p
 
 
 @pytest.mark.parametrize(("flag", "before", "after"), [("bos", "never", "auto"), ("documents", "apart", "together")])
-def test_a_run_is_resumed_with_the_same_documents(
-    corpus: Path, monkeypatch: pytest.MonkeyPatch, flag: str, before: str, after: str
-) -> None:
+def test_a_run_is_resumed_with_the_same_documents(corpus: Path, flag: str, before: str, after: str) -> None:
     line = ["--model=llama", f"--dataset=text:{corpus}"]
     then, now = (parse([*line, f"--{flag}={value}"]) for value in (before, after))
     model = now.spec.on_meta(now.model_size)
     marker = {"model": shapes_of(model), "config": to_flags(then)}
-    monkeypatch.setattr(resuming, "read_marker", lambda checkpoint: marker)
-    resuming.check_checkpoint(then, model, None)  # type: ignore[arg-type]
+    checkpoint: Any = "a checkpoint"
+    resuming.check_checkpoint(then, model, checkpoint, marker)
     with pytest.raises(ConfigError, match=f"--{flag} {after}: the checkpoint to resume from was made with {before}"):
-        resuming.check_checkpoint(now, model, None)  # type: ignore[arg-type]
+        resuming.check_checkpoint(now, model, checkpoint, marker)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -180,6 +181,7 @@ def test_a_processor_that_would_give_other_images_is_named(processor: Any, said:
     content = processor if isinstance(processor, bytes) else json.dumps(processor).encode()
     files = {} if processor is None else {"preprocessor_config.json": content}
     spec = dataclasses.replace(models.get("vit"), files=lambda size: files)
-    lines = served_otherwise(spec, "tiny", data.load("digits", root=None, seq_len=1, vocab_size=None))
+    config: Any = SimpleNamespace(spec=spec, model_size="tiny")
+    lines = served_otherwise(config, data.load("digits", root=None, seq_len=1, vocab_size=None))
     assert len(lines) == (said is not None)
     assert all(str(said) in line for line in lines)

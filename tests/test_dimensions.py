@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from examples import tp_fsdp2
+from fsdp2.checkpoint import full_model
 from fsdp2.config import Config, parse
 from fsdp2.data.pieces import piece_of
 from fsdp2.models import get
@@ -367,6 +369,14 @@ def test_what_does_not_combine_is_refused(flags: str, says: str) -> None:
 def test_a_mesh_that_does_not_fit_the_ranks_is_refused(flags: dict[str, int], size: int, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         check_world(Config(model="llama", **flags), World(0, size, 0, size))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("place", ["runs/large", "memory://large"])
+def test_a_large_model_that_all_ranks_write_has_whole_rows(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(full_model, "LARGEST_UNASKED", 1_000)
+    config = Config(model="llama", tp=2, save_model=True, run_dir=place)
+    with nullcontext() if "://" in place else pytest.raises(ConfigError, match="--save-model with --tp 2: a large"):
+        check_world(config, World(0, 2, 0, 2))  # at a URL rank 0 gathers it
 
 
 @pytest.mark.parametrize(("of_node", "said"), [(4, False), (2, False), (1, True), (3, True)])

@@ -71,13 +71,13 @@ def test_two_ranks_evaluate_as_a_plain_loop(ranks: Ranks, files: tuple[Path, Pat
 
 def test_all_of_the_training_set_is_trained_on(files: tuple[Path, Path]) -> None:
     config = parse(flags_of(files))
-    split: Any = open_data(config, config.spec).train
+    split: Any = open_data(config).train
     # Each document but for what is left at the end of the two parts that are kept apart on the disk.
     kept = "".join(bytes(split[row][0]["input_ids"].tolist()).decode() for row in range(len(split)))
     whole = sum(len(one) for one in documents(60))
     assert whole - 2 * (LENGTH + 1) < len(kept) <= whole
     alone = parse([one for one in flags_of(files) if not one.startswith("--eval-dataset")])
-    assert len(split) > len(open_data(alone, alone.spec).train) + 3
+    assert len(split) > len(open_data(alone).train) + 3
 
 
 def test_conversations_and_mixtures(
@@ -95,7 +95,7 @@ def test_conversations_and_mixtures(
             check_data(parse([*line, *wrong]))
     config = parse([*line, "--chat-fields=;;prompt=q,completion=a"])
     check_data(config)
-    data: Any = open_data(config, config.spec)
+    data: Any = open_data(config)
     assert sum(int((data.test[row][1] >= 0).sum()) for row in range(len(data.test))) == data.test.target_count(
         numpy.arange(len(data.test))
     )

@@ -15,7 +15,7 @@ from fsdp2 import infer
 from fsdp2.config import parse
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.strategies import check_device
-from fsdp2.parallel.names import FLOAT8
+from fsdp2.parallel import FLOAT8
 from fsdp2.train import main
 from fsdp2_extra.low_precision.float8 import compute_in_float8, converted, layers
 from tests.harness import (

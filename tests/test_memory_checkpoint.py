@@ -201,7 +201,7 @@ def _full(files: LocalFiles, name: str) -> Any:
 
 
 def test_a_folder_that_is_no_folder_of_this_user_is_refused(ranks: Ranks, tmp_path: Path, root: Path) -> None:
-    place = root / node_memory.folder_of(str(tmp_path / "run"))
+    place = node_memory.memory_folder(str(tmp_path / "run"), root)
     place.symlink_to(tmp_path)
     for text in ranks.run(_train, small(tmp_path / "run", *KEEPING), root):
         assert f"{place} isn't a folder of this user" in text

@@ -16,7 +16,7 @@ from fsdp2.options.errors import ConfigError
 from fsdp2.report.console import Console
 from fsdp2.run.preflight import preflight
 from fsdp2.run.process.runtime import World
-from fsdp2.run.trained import opened
+from fsdp2.run.trained import open_run
 from fsdp2.train import main
 from tests.harness import Ranks, full_files, losses, of_kind, same, small
 from tests.test_nonfinite import _overflows_by_itself
@@ -44,7 +44,7 @@ def test_it_trains_alike_and_leaves_no_checkpoint(
     assert lines[-1] == "no checkpoint and no model is written, as --checkpoint-every never asks"
     with (
         pytest.raises(ConfigError, match=r"has no full-model.pt, .*--checkpoint-every never left nothing"),
-        opened(tmp_path / "run"),
+        open_run(tmp_path / "run"),
     ):
         pass
 

@@ -107,7 +107,7 @@ def test_retention_reads_old_markers_and_passes_over_damaged_ones(tmp_path: Path
 def _with_and_without(flags: str) -> dict[str, bool]:
     """Three steps, the second of them with a NaN in one rank's data, next to a model that has never seen that step."""
     config = parse(["--model-size=tiny", *flags.split(), "--on-nonfinite=skip"])
-    spec, world = config.spec, runtime.world()
+    world = runtime.world()
     generator = torch.Generator().manual_seed(world.rank)
     batches = [torch.randn(4, 1, 28, 28, generator=generator) for _ in range(3)]
     if world.rank == world.world_size - 1:
@@ -116,7 +116,7 @@ def _with_and_without(flags: str) -> dict[str, bool]:
     def run(engine: Engine, inputs: torch.Tensor) -> tuple[dict[str, Any], float]:
         targets = torch.arange(4)
         batch = Batch(inputs, targets, True, 4, 4 * world.world_size, True)
-        facts, values = train_step(engine, iter([batch]), spec, config, world, [False, False])
+        facts, values = train_step(engine, iter([batch]), config, world, [False, False])
         return facts, float(values[1])
 
     def state(engine: Engine) -> Any:

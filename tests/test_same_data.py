@@ -79,8 +79,8 @@ def _in_a_folder_of_its_own(folder: Path, task: str) -> str:
         os.chdir(folder / f"node{rank}")
         try:
             config = parse([*TEXT, "--dataset=text:notes.txt"])
-            spec = dataclasses.replace(config.spec, task=task, special_token=1)
-            load_data(config, spec, runtime.world())
+            patch.setattr(Config, "spec", dataclasses.replace(config.spec, task=task, special_token=1))
+            load_data(config, runtime.world())
         except ConfigError as error:
             return str(error)
         finally:
@@ -136,7 +136,7 @@ def test_what_would_have_to_be_fetched_is_said_and_not_fetched(tmp_path: Path, m
     configs: list[Any] = [Config(dataset="mnist"), parse([*TEXT, f"--dataset=text:{tmp_path / 'notes.txt'}"])]
     for config in configs:
         with pytest.raises(NotHere):
-            open_data(config, config.spec, fetch=False)
+            open_data(config, fetch=False)
     assert not (tmp_path / "cache").exists()
-    fetched = open_data(configs[1], configs[1].spec)
-    assert open_data(configs[1], configs[1].spec, fetch=False).train.content == fetched.train.content
+    fetched = open_data(configs[1])
+    assert open_data(configs[1], fetch=False).train.content == fetched.train.content

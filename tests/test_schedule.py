@@ -87,7 +87,7 @@ def _whole(flags: list[str], steps: int, decays: Callable[[nn.Parameter], bool])
     optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.8, 0.95), foreach=True)
     warm = LinearLR(optimizer, 1 / 3, 1.0, 2)
     world = World(0, 1, 0, 1)
-    batches = training_batches(config, load_data(config, config.spec, world), world, torch.device("cpu"))
+    batches = training_batches(config, load_data(config, world), world, torch.device("cpu"))
     for _, (batch,) in zip(range(steps), batches, strict=False):
         (config.spec.loss(model(batch.inputs), batch.targets) / batch.target_count).backward()
         optimizer.step()

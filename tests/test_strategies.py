@@ -14,10 +14,10 @@ from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy
 from torch.nn.parallel import DistributedDataParallel
 
+from fsdp2 import parallel
 from fsdp2.config import Config, parse
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.strategies import PARTICULAR, STRATEGIES, rules_of
-from fsdp2.parallel import names
 from fsdp2.parallel.optimizer import CLASSES
 from fsdp2.parallel.precision import DTYPES
 from fsdp2.run.preflight import check_world
@@ -85,7 +85,7 @@ def test_ddps_gradients_are_in_its_buckets_and_not_in_memory_twice(ranks: Ranks)
 
 
 def test_every_sharding_strategy_and_prefetch_of_fsdp1_has_a_name() -> None:
-    assert (tuple(SHARDING), tuple(PREFETCH)) == (names.FSDP1_SHARDING, names.FSDP1_PREFETCH)
+    assert (tuple(SHARDING), tuple(PREFETCH)) == (parallel.FSDP1_SHARDING, parallel.FSDP1_PREFETCH)
     assert set(SHARDING.values()) == set(ShardingStrategy)
     assert set(PREFETCH.values()) == {*BackwardPrefetch, None}
 
@@ -115,7 +115,7 @@ def test_fsdp1_wraps_as_it_is_told(ranks: Ranks) -> None:
 
 
 def test_every_name_that_a_flag_takes_has_its_entry_in_a_table_of_torchs() -> None:
-    assert (tuple(CLASSES), tuple(DTYPES)) == (names.OPTIMIZERS, names.DTYPES)
+    assert (tuple(CLASSES), tuple(DTYPES)) == (parallel.OPTIMIZERS, parallel.DTYPES)
 
 
 def test_each_option_of_a_strategy_is_one_that_the_others_refuse() -> None:

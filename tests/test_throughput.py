@@ -62,7 +62,8 @@ def test_the_peak_is_that_of_the_arithmetic_and_of_no_other_gpu(
 def _speed(monkeypatch: pytest.MonkeyPatch, gpu: str, spec: ModelSpec = SPEC) -> Throughput:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: gpu)
     config = Config(model_size="seed", mixed_precision="bf16")
-    return Throughput(config, spec, [SAMPLE], torch.device("cuda", 0), ranks=4)
+    monkeypatch.setattr(Config, "spec", spec)
+    return Throughput(config, [SAMPLE], torch.device("cuda", 0), ranks=4)
 
 
 def test_mfu_is_the_share_of_all_gpus_peak(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,10 +96,9 @@ def test_an_unknown_gpu_has_no_mfu_and_the_line_says_so(monkeypatch: pytest.Monk
 
 
 def test_tokens_for_language_and_samples_for_images() -> None:
-    spec = models.get("transformer")
     tokens = torch.zeros(16, dtype=torch.int64)
     config = Config(model="transformer")
-    speed = Throughput(config, spec, [(tokens, tokens)], torch.device("cpu"), ranks=2)
+    speed = Throughput(config, [(tokens, tokens)], torch.device("cpu"), ranks=2)
     figures = speed(samples=10, seconds=2.0)
     assert figures == {"samples_per_second": 5, "tokens_per_second": 80}
     assert console.speed(figures) == "80 tokens/s"

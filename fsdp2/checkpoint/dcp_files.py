@@ -182,7 +182,7 @@ class ShardWriter(dcp.FileSystemWriter):
         self.fs: Any = DcpFiles(files)
         self.path = ""
         self._begin, self._commit = begin, commit
-        self._still_ours, self._before_commit = still_ours, before_commit
+        self.still_ours, self._before_commit = still_ours, before_commit
 
     @contextmanager
     def _failing_clearly(self, needed: int | None = None) -> Generator[None, None, None]:
@@ -190,7 +190,7 @@ class ShardWriter(dcp.FileSystemWriter):
             with disk_errors(self.fs.files, needed):
                 yield
         except OSError:
-            self._still_ours()
+            self.still_ours()
             raise
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -198,7 +198,7 @@ class ShardWriter(dcp.FileSystemWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         with self._failing_clearly():
-            self._still_ours()
+            self.still_ours()
             self._begin()
         return super().prepare_global_plan(plans)
 
@@ -211,7 +211,7 @@ class ShardWriter(dcp.FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         with self._failing_clearly():
-            self._still_ours()  # .metadata replaces a file of that name
+            self.still_ours()  # .metadata replaces a file of that name
             super().finish(metadata, results)  # writes it
             files = dict(self.fs.written)
             for rank in results:

@@ -13,7 +13,7 @@ from fsdp2.checkpoint.archive import load_archive
 from fsdp2.checkpoint.files import Files, is_there
 from fsdp2.checkpoint.refusal import Refused
 from fsdp2.checkpoint.store import MARKER, read_marker, verify
-from fsdp2.checkpoint.together import of_all
+from fsdp2.checkpoint.together import raised_on_all
 
 
 def read_full(path: Path) -> dict[str, Tensor]:
@@ -61,16 +61,14 @@ def read_same(path: Path, targets: Mapping[str, Tensor]) -> dict[str, Tensor]:
     doesn't fit.
     """
     full: dict[str, Tensor] = {}
-    problem: ValueError | None = None
-    if dist.get_rank() == 0:
-        try:
-            full = read_full(path)
+    with raised_on_all(ValueError, as_=lambda error: error):
+        if dist.get_rank() == 0:
+            try:
+                full = read_full(path)
+            except (OSError, ValueError) as error:
+                raise ValueError(f"{path} can't be read: {error}") from None
             if found := differences(full, targets):
-                problem = ValueError(f"{path} is of another model: {'; '.join(list(found.values())[:20])}")
-        except (OSError, ValueError) as error:
-            problem = ValueError(f"{path} can't be read: {error}")
-    if problem := of_all(problem):
-        raise problem
+                raise ValueError(f"{path} is of another model: {'; '.join(list(found.values())[:20])}")
     return full
 
 

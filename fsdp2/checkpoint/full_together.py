@@ -24,7 +24,7 @@ from fsdp2.checkpoint.sources.safetensors_files import layout, shards_of, write_
 from fsdp2.checkpoint.spool import raw_bytes
 from fsdp2.checkpoint.state import AppState, plain_names
 from fsdp2.checkpoint.store import INDEX, MARKER, fingerprint, write_marker
-from fsdp2.checkpoint.together import of_all
+from fsdp2.checkpoint.together import raised_on_all
 
 SHARD_BYTES = 4_000_000_000  # of tensors in one file
 
@@ -62,15 +62,13 @@ def save_together(
 
 def _together(work: Callable[[], Any]) -> list[Any]:
     """Call a function on each rank and gather its results. Raises the error of any rank on each."""
+
+    def failed(error: Exception) -> Exception:
+        return (SaveFailed if isinstance(error, OSError) else ValueError)(str(error))  # an errno wouldn't travel
+
     results: list[Any] = [None] * dist.get_world_size()
-    problem: Exception | None = None
-    mine = None
-    try:
+    with raised_on_all(OSError, ValueError, as_=failed):
         mine = work()
-    except (OSError, ValueError) as error:
-        problem = (SaveFailed if isinstance(error, OSError) else ValueError)(str(error))  # an errno wouldn't travel
-    if problem := of_all(problem):
-        raise problem
     dist.all_gather_object(results, mine)
     return results
 
@@ -107,11 +105,14 @@ def _write_rows(
                     raise ValueError(f"{name}: is split on another dimension than its first; export the checkpoint")
                 local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
                 content = raw_bytes(local.detach().cpu().contiguous())
-                offset = start + rows.start * tensor.shape[1:].numel() * tensor.itemsize
-                while content:
-                    written = os.pwrite(target.fileno(), content, offset)
-                    content, offset = content[written:], offset + written
+                _write_at(target.fileno(), content, start + rows.start * tensor.shape[1:].numel() * tensor.itemsize)
             os.fsync(target.fileno())
+
+
+def _write_at(file: int, content: memoryview, offset: int) -> None:
+    while content:
+        written = os.pwrite(file, content, offset)
+        content, offset = content[written:], offset + written
 
 
 def _is_mine(tensor: Tensor) -> bool:

@@ -29,11 +29,12 @@ from fsdp2.checkpoint.store import (
     require_metadata,
     verify,
 )
-from fsdp2.checkpoint.together import of_all
+from fsdp2.checkpoint.together import raised_on_all
 
 # Entries that checkpoints of earlier versions, and optimizers of an older torch, lack: they stay as they are here.
 _NEWER = re.compile(r"app\.batches\.content$")
 _SETTINGS = re.compile(r"app\.optim\.param_groups\.\d+\.(?!params$|lr$).+")
+_EVERYTHING = ("",)  # each name begins so
 # Errors of code that is given other values than it has saved.
 _BY_VALUES = (ValueError, TypeError, LookupError, AttributeError, AssertionError, ArithmeticError)
 
@@ -49,31 +50,25 @@ def open_together(
 
     Raises DamagedCheckpoint on every rank if any of them found damage.
     """
-    marker, reader, damage = dict[str, Any](), None, None
-    try:
+    with raised_on_all(DamagedCheckpoint, FileNotFoundError, as_=lambda error: DamagedCheckpoint(str(error))):
         marker = read_marker(checkpoint)
         require_metadata(checkpoint, marker)
-        mine = _share(marker["files"], *(sharers or (dist.get_rank(), dist.get_world_size())))
+        mine = _my_files(marker["files"], *(sharers or (dist.get_rank(), dist.get_world_size())))
         verify(checkpoint, mine, hashes=False)
         compared = {METADATA, *(mine if hashes else ())}
         reader = SafeReader(checkpoint, marker["files"], {name: marker["files"][name][HASH] for name in compared})
         reader.read_metadata()
-    except (DamagedCheckpoint, FileNotFoundError) as error:
-        damage = DamagedCheckpoint(str(error))
-    if damage := of_all(damage):
-        raise damage
-    assert reader is not None
     return marker, reader
 
 
-def _share(names: Iterable[str], rank: int, world_size: int) -> list[str]:
-    """The files whose content this rank compares: of the shards those that it reads most of, by who wrote them."""
-    share = []
+def _my_files(names: Iterable[str], rank: int, world_size: int) -> list[str]:
+    """List the files whose content this rank compares: the shards that it reads most of, by who wrote them."""
+    mine = []
     for number, name in enumerate(sorted(names)):
         writer = re.match(r"__(\d{1,9})_", name)
         if (int(writer[1]) if writer else number) % world_size == rank:
-            share.append(name)
-    return share
+            mine.append(name)
+    return mine
 
 
 def restore(checkpoint: Files, app: AppState, *, hashes: bool = True, sharers: tuple[int, int] | None = None) -> bool:
@@ -156,7 +151,7 @@ def read_fitting_weights(model: nn.Module, checkpoint: Files, *, hashes: bool = 
     targets: dict[str, Any] = get_model_state_dict(model)
     problems = {name: misfit(theirs[name], target) for name, target in targets.items() if name in theirs}
     fitting = {name: targets[name] for name, problem in problems.items() if problem is None}
-    _load({"model": fitting}, reader, ignore=("",))
+    _load({"model": fitting}, reader, ignore=_EVERYTHING)
     # For strategies whose state dict is a copy of the parameters.
     set_model_state_dict(model, targets, options=StateDictOptions(strict=True))
     left_out = [f"{name}: {problem}" for name, problem in sorted(problems.items()) if problem]
@@ -168,9 +163,10 @@ def read_fitting_weights(model: nn.Module, checkpoint: Files, *, hashes: bool = 
 
 
 def _load(state: Any, reader: SafeReader, ignore: tuple[str, ...] = (), keep: re.Pattern[str] | None = None) -> None:
-    problem = None
     try:
-        dcp.load({"app": state}, storage_reader=reader, planner=StrictLoadPlanner(ignore, keep))
+        # What the state is of may refuse a value when other ranks have taken theirs.
+        with raised_on_all(*_BY_VALUES, as_=_not_taken):
+            dcp.load({"app": state}, storage_reader=reader, planner=StrictLoadPlanner(ignore, keep))
     except CheckpointException as error:
         # It is no Exception, and its text is the tracebacks of all ranks; the cause says what is wrong.
         causes = [cause for cause, _ in error.failures.values()]
@@ -181,8 +177,7 @@ def _load(state: Any, reader: SafeReader, ignore: tuple[str, ...] = (), keep: re
         if isinstance(cause, _BY_VALUES) and not isinstance(cause, ValueError):
             raise DamagedCheckpoint(f"{reader.files}: can't be loaded ({one_line(cause)})") from cause
         raise cause from None
-    except _BY_VALUES as error:
-        # Raised by what the state is of, when it took a value. Other ranks may have taken theirs.
-        problem = ValueError(error if isinstance(error, ValueError) else f"a value can't be taken ({one_line(error)})")
-    if problem := of_all(problem):
-        raise problem
+
+
+def _not_taken(error: Exception) -> ValueError:
+    return ValueError(error if isinstance(error, ValueError) else f"a value can't be taken ({one_line(error)})")

@@ -25,7 +25,7 @@ from fsdp2.checkpoint.dcp_files import ShardWriter
 from fsdp2.checkpoint.files import NotTheWriter
 from fsdp2.checkpoint.state import AppState
 from fsdp2.checkpoint.store import Store
-from fsdp2.checkpoint.together import of_all
+from fsdp2.checkpoint.together import raised_on_all
 
 if TYPE_CHECKING:
     from fsdp2.checkpoint.staging import Staging
@@ -111,33 +111,24 @@ class Saver:
         Returns how it ended; None if it goes on in the background. An earlier save must have ended: see `wait`.
         """
         began = time.perf_counter()
+        commit = partial(self.store.commit, step, info={**info, "world_size": dist.get_world_size()})
+        files, begin = self.store.checkpoint(step), partial(self.store.begin, step)
+        writer = ShardWriter(files, begin, commit, still_ours, before_commit)
         if self._staging is None:
             self.wait_for_removal()
-            outcome = self._write(self.app, step, info, still_ours, before_commit, began)
+            outcome = self._write(self.app, step, writer, began)
             self.app.release()
             return outcome
         assert self._in_flight is None, "one save at a time: wait for the one in flight"
         staged = self._staging.copy(self.app.state_dict())
         self.app.release()
         stall = time.perf_counter() - began
-        self._in_flight = self._thread.submit(self._write, staged, step, info, still_ours, before_commit, began, stall)
+        self._in_flight = self._thread.submit(self._write, staged, step, writer, began, stall)
         return None
 
-    def _write(
-        self,
-        state: Any,
-        step: int,
-        info: Mapping[str, Any],
-        still_ours: Callable[[], None],
-        before_commit: Callable[[], None],
-        began: float,
-        stall: float | None = None,
-    ) -> Outcome:
+    def _write(self, state: Any, step: int, writer: ShardWriter, began: float, stall: float | None = None) -> Outcome:
         error = None if self._staging is None else self._staging_failed(self._staging, step)
         if error is None:
-            begin = partial(self.store.begin, step)
-            commit = partial(self.store.commit, step, info={**info, "world_size": dist.get_world_size()})
-            writer = ShardWriter(self.store.checkpoint(step), begin, commit, still_ours, before_commit)
             planner = self._planner(enable_plan_caching=True)
             try:
                 dcp.save({"app": state}, storage_writer=writer, planner=planner, process_group=self._group)
@@ -145,7 +136,7 @@ class Saver:
                 error = self._failed(step, failure)
         seconds = time.perf_counter() - began
         if error is None and dist.get_rank(self._group) == 0:
-            self._removal = self._thread.submit(self._remove_old, step, still_ours)
+            self._removal = self._thread.submit(self._remove_old, step, writer.still_ours)
         return Outcome(step, seconds, seconds if stall is None else stall, error)
 
     def _failed(self, step: int, error: CheckpointException) -> SaveFailed:
@@ -176,13 +167,16 @@ class Saver:
 
     def _staging_failed(self, staging: Staging, step: int) -> SaveFailed | None:
         """Finish the copies, on all ranks; what went wrong with them, the same on every rank."""
-        problem = None
+
+        def told(error: Exception) -> SaveFailed:
+            return SaveFailed(f"rank {dist.get_rank()}: {error!r}")
+
         try:
-            staging.finish()
-        except Exception as error:  # whatever it is, the other ranks must hear of it or wait for ever
-            problem = RuntimeError(f"rank {dist.get_rank()}: {error!r}")
-        found = of_all(problem, self._group)
-        return SaveFailed(f"step {step} was not copied for saving: {found}") if found else None
+            with raised_on_all(Exception, as_=told, group=self._group):  # whatever it is, or others wait for ever
+                staging.finish()
+        except SaveFailed as error:
+            return SaveFailed(f"step {step} was not copied for saving: {error}")
+        return None
 
     @property
     def busy(self) -> bool:

@@ -56,7 +56,7 @@ class AppState(Stateful):
     strategy. Sharded tensors stay sharded: no collective is issued here, unless by the source of the state.
 
     Args:
-        elsewhere: whether a weight of this name is kept elsewhere, such as those of the model that adapters are for:
+        not_saved: whether a weight of this name is kept elsewhere, such as those of the model that adapters are for:
             it isn't saved, and a restore leaves it as it is.
     """
 
@@ -66,15 +66,15 @@ class AppState(Stateful):
         optimizer: torch.optim.Optimizer,
         parts: Mapping[str, Part],
         source: StateHolder | None = None,
-        elsewhere: Callable[[str], bool] = lambda name: False,
+        not_saved: Callable[[str], bool] = lambda name: False,
     ) -> None:
         self.model, self.optimizer, self.parts, self.source = model, optimizer, parts, source
-        self.elsewhere = elsewhere
+        self.not_saved = not_saved
         self._groups: Counter[frozenset[str]] = Counter()  # names in each of the optimizer's, as `state_dict` gave them
 
     def with_parts(self, parts: Mapping[str, Part]) -> AppState:
         """The same model and optimizer with other parts."""
-        return AppState(self.model, self.optimizer, parts, self.source, self.elsewhere)
+        return AppState(self.model, self.optimizer, parts, self.source, self.not_saved)
 
     def gather(self) -> None:
         """To be called before `model` and `optimizer` are read."""
@@ -92,7 +92,7 @@ class AppState(Stateful):
         model, optimizer = get_state_dict(self.model, self.optimizer)
         self._groups = _groups(optimizer)
         return {
-            "model": {name: tensor for name, tensor in model.items() if not self.elsewhere(name)},
+            "model": {name: tensor for name, tensor in model.items() if not self.not_saved(name)},
             "optim": optimizer,
             **{name: part.state_dict() for name, part in self.parts.items()},
         }
@@ -109,7 +109,7 @@ class AppState(Stateful):
         # How the optimizer computes belongs to this machine: a checkpoint from a GPU says fused.
         ours: list[dict[str, Any]] = [{k: group[k] for k in HOW if k in group} for group in self.optimizer.param_groups]
         # Weights that are kept elsewhere are set to what they are.
-        here = {name: one for name, one in get_model_state_dict(self.model).items() if self.elsewhere(name)}
+        here = {name: one for name, one in get_model_state_dict(self.model).items() if self.not_saved(name)}
         with _counted_as_trained(self.optimizer):
             set_state_dict(
                 self.model,
@@ -149,28 +149,28 @@ def _counted_as_trained(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 class WeightsOnly(Stateful):
-    """The model alone; `source`, `elsewhere` and `parts` as in `AppState`."""
+    """The model alone; `source`, `not_saved` and `parts` as in `AppState`."""
 
     def __init__(
         self,
         model: nn.Module,
         source: StateHolder | None,
-        elsewhere: Callable[[str], bool] = lambda name: False,
+        not_saved: Callable[[str], bool] = lambda name: False,
         parts: Mapping[str, Part] = {},
     ) -> None:
-        self.model, self.source, self.elsewhere, self.parts = model, source, elsewhere, parts
+        self.model, self.source, self.not_saved, self.parts = model, source, not_saved, parts
 
     def state_dict(self) -> dict[str, Any]:
         """Sharded DTensors of the model, and the parts. A collective call."""
         if self.source is not None:
             self.source.gather_state()
         weights = get_model_state_dict(self.model)
-        model = {name: tensor for name, tensor in weights.items() if not self.elsewhere(name)}
+        model = {name: tensor for name, tensor in weights.items() if not self.not_saved(name)}
         return {"model": model, **{name: part.state_dict() for name, part in self.parts.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take what was loaded into `state_dict()`. Raises RuntimeError for names that differ."""
-        here = {name: one for name, one in get_model_state_dict(self.model).items() if self.elsewhere(name)}
+        here = {name: one for name, one in get_model_state_dict(self.model).items() if self.not_saved(name)}
         set_model_state_dict(self.model, {**here, **state["model"]}, options=StateDictOptions(strict=True))
         if self.source is not None:
             self.source.scatter_state()

@@ -18,7 +18,7 @@ from fsdp2.checkpoint.refusal import Refused
 from fsdp2.checkpoint.sources.opening import opened
 from fsdp2.checkpoint.sources.source import Source, comparable, weights
 from fsdp2.checkpoint.store import DamagedCheckpoint
-from fsdp2.checkpoint.together import of_all
+from fsdp2.checkpoint.together import raised_on_all
 
 Slices = Callable[[Tensor], tuple[slice, ...]]
 
@@ -87,18 +87,12 @@ def load_weights(
     Returns what was loaded and what was left out. Raises OtherWeights on every rank if names, shapes or kinds of
     numbers differ, and Refused if a rank can't read the place, or if that has several weights where the model has one.
     """
-    fitting = Fitting({}, [])
-    problem: Refused | None = None
-    try:
-        with opened(place) as source:
-            fitting = fill(source, targets, slices_of, tied, partial=partial)
-    except OtherWeights as error:
-        problem = error
-    except (Refused, DamagedCheckpoint, OSError) as error:
-        problem = Refused(str(error))
-    if problem := of_all(problem):
-        raise problem
-    return fitting
+
+    def refused(error: Exception) -> Refused:
+        return error if isinstance(error, OtherWeights) else Refused(str(error))
+
+    with raised_on_all(Refused, DamagedCheckpoint, OSError, as_=refused), opened(place) as source:
+        return fill(source, targets, slices_of, tied, partial=partial)
 
 
 @torch.no_grad()

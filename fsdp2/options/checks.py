@@ -9,7 +9,7 @@ from typing import Any
 from fsdp2 import data
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.values import TRACKERS
-from fsdp2.parallel.names import FUSED, IN_FEW_BITS, LARGEST_BETA2
+from fsdp2.parallel import FUSED, IN_FEW_BITS, LARGEST_BETA2
 
 KEEP = 3  # `--keep` where nobody gives it
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from fsdp2.options.checks import attention_refusals
 from fsdp2.options.errors import ConfigError, flag_of
+from fsdp2.parallel import FLOAT8_CAPABILITY
 from fsdp2.parallel.baselines import NAMES, baseline
-from fsdp2.parallel.names import FLOAT8_CAPABILITY
 from fsdp2.parallel.prefetch import groups_ahead
 from fsdp2.parallel.rules import Options, Rules
 

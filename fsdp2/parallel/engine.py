@@ -40,7 +40,7 @@ class Engine:
         parts: what else of it a checkpoint holds, by name.
         ema: the average of its weights, if one is kept.
         loss_scale: by which the gradient scaler will multiply the next loss, as of the last step.
-        elsewhere: whether a weight of this name is in no checkpoint, since it stays as it was where it came from.
+        not_saved: whether a weight of this name is in no checkpoint, since it stays as it was where it came from.
     """
 
     strategy = "none"
@@ -48,7 +48,7 @@ class Engine:
     parts: Mapping[str, Any] = {}
     ema: Ema | None = None
     loss_scale: float = 1.0
-    elsewhere: Callable[[str], bool] = staticmethod(lambda name: False)
+    not_saved: Callable[[str], bool] = staticmethod(lambda name: False)
     call: Callable[[nn.Module, Any], Any] = staticmethod(lambda model, batch: model(batch.inputs))
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, scaler: torch.amp.GradScaler) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp2.parallel.names import FUSED
+from fsdp2.parallel import FUSED
 
 CLASSES: dict[str, Any] = {
     "adam": torch.optim.Adam,

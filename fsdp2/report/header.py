@@ -11,7 +11,6 @@ from fsdp2 import data
 from fsdp2.config import Config
 from fsdp2.data.loader import Batches
 from fsdp2.data.splits import Dataset
-from fsdp2.models.spec import ModelSpec
 from fsdp2.parallel.engine import Engine
 from fsdp2.parallel.precision import DTYPES
 from fsdp2.units import short, size
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 def lines(
     config: Config,
     engine: Engine,
-    spec: ModelSpec,
     dataset: Dataset,
     world_size: int,
     device: torch.device,
@@ -31,7 +29,7 @@ def lines(
     plan: Planned | str | None,
 ) -> list[str]:
     """Model and parameters, data, ranks and mesh, precision and memory, the plan, sharding, run directory."""
-    model = spec.described(config.model_size)
+    model = config.spec.described(config.model_size)
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in engine.model.parameters() if p.requires_grad)
     which = f"{parameters:,} parameters" + (f", {trained:,} of them trained" if trained < parameters else "")
@@ -48,7 +46,7 @@ def lines(
         f"{config.optimizer}, lr {config.lr:g}",
         *_from_weights(config),
         *_data(dataset),
-        *served_otherwise(spec, config.model_size, dataset),
+        *served_otherwise(config, dataset),
         f"strategy: {config.strategy} on {ranks}, {device.type}, {torch.get_num_threads()} threads a rank; {dtype}",
         f"memory: {size(engine.state_bytes())} a rank for parameters, gradients and optimizer state"
         + (", in CPU memory" if config.cpu_offload else "")
@@ -56,19 +54,19 @@ def lines(
         *([] if plan is None else [plan if isinstance(plan, str) else plan.line]),
         f"sharding: {engine.sharding}",
         *mesh(config, world_size),
-        *attention(config, spec, device),
+        *attention(config, device),
         f"run directory: {short(folder)}",
     ]
 
 
-def steps(config: Config, spec: ModelSpec, batches: Batches, last: int) -> list[str]:
+def steps(config: Config, batches: Batches, last: int) -> list[str]:
     """The number of the last optimizer step, the global batch, clipping, and a warning where steps are few."""
     samples, parts, ranks = batches.global_batch, batches.accumulation, batches.world_size
     each, an_epoch = -(-samples // (parts * ranks)), batches.steps_per_epoch
     made_of = f"{'up to ' * (each * parts * ranks > samples)}{each:,} a microbatch x {parts} accumulated x {ranks}"
     filled = getattr(batches.split, "filled", 1.0)  # the rest of a sequence of conversations is empty
     tokens = f"{samples * config.seq_len * filled:,.0f} tokens (sequences of {config.seq_len:,}"
-    tokens = f", {tokens}{f', {filled:.0%} filled' * (filled < 1)})" * (spec.kind == "language")
+    tokens = f", {tokens}{f', {filled:.0%} filled' * (filled < 1)})" * (config.spec.kind == "language")
     clip = "not clipped" if config.clip_grad_norm is None else f"clipped to norm {config.clip_grad_norm:g}"
     line = f"steps: {last:,} in all, {an_epoch:,} an epoch; global batch {samples:,} = {made_of} data-parallel "
     found = [line + f"rank{'s' * (ranks > 1)}{tokens}; gradients {clip}"]
@@ -98,10 +96,10 @@ def _data(dataset: Dataset) -> list[str]:
     return header_lines.lines(dataset)
 
 
-def served_otherwise(spec: ModelSpec, model_size: str, dataset: Dataset) -> list[str]:
+def served_otherwise(config: Config, dataset: Dataset) -> list[str]:
     """Warn of a processor beside the model that would give it other images than the run does, once it is exported."""
-    processor = spec.files(model_size).get("preprocessor_config.json")
-    if spec.kind != "image" or processor is None:
+    processor = config.spec.files(config.model_size).get("preprocessor_config.json")
+    if config.spec.kind != "image" or processor is None:
         return []
     from fsdp2_extra.models.image_processor import differs
 
@@ -109,14 +107,14 @@ def served_otherwise(spec: ModelSpec, model_size: str, dataset: Dataset) -> list
     return differs(processor, images.mean, images.std)
 
 
-def attention(config: Config, spec: ModelSpec, device: torch.device) -> list[str]:
+def attention(config: Config, device: torch.device) -> list[str]:
     """The kernel that attends, of a model that attends at all."""
-    if len(spec.attentions) == 1:
+    if len(config.spec.attentions) == 1:
         return []
     from fsdp2.models.attention import way
 
     apart = config.documents == "apart" and config.dataset.startswith(data.OWN)
-    chosen = way(config.attention, device.type, apart=apart and spec.flex_for_documents)
+    chosen = way(config.attention, device.type, apart=apart and config.spec.flex_for_documents)
     return [f"attention: {'as torch chooses' if chosen == 'auto' else chosen}"]
 
 
@@ -144,11 +142,11 @@ def segments(device: torch.device) -> str:
     return f"; segments of GPU memory {'grow' if grow else 'have a fixed size'}"
 
 
-def inspection(config: Config, engine: Engine, spec: ModelSpec) -> list[str]:
+def inspection(config: Config, engine: Engine) -> list[str]:
     """The table of `--inspect`. Raises RuntimeError if the model isn't sharded as the flags say."""
     from fsdp2.parallel import inspect
 
-    plain_type = type(spec.described(config.model_size))
+    plain_type = type(config.spec.described(config.model_size))
     return inspect.report(
         engine.model,
         plain_type,

@@ -7,16 +7,15 @@ from typing import Any
 import torch
 
 from fsdp2.config import Config
-from fsdp2.models.spec import ModelSpec
 
 
 class Throughput:
     """The speed in a `train` record. `split` is the training's, or a list of a sample, and `ranks` share the work."""
 
-    def __init__(self, config: Config, spec: ModelSpec, split: Any, device: torch.device, ranks: int) -> None:
+    def __init__(self, config: Config, split: Any, device: torch.device, ranks: int) -> None:
         sample = split[0]
         # Of a sequence, without the rest that conversations leave empty.
-        self.tokens = sample[1].numel() * getattr(split, "filled", 1.0) if spec.kind == "language" else None
+        self.tokens = sample[1].numel() * getattr(split, "filled", 1.0) if config.spec.kind == "language" else None
         self.tflop: float | None = None  # of a sample, on each GPU
         self.peak: float | None = None
         self.lines: list[str] = []  # for the header
@@ -25,7 +24,7 @@ class Throughput:
 
             gpu = torch.cuda.get_device_name(device)
             try:
-                flops = flops_per_sample(spec, config.model_size, sample)
+                flops = flops_per_sample(config.spec, config.model_size, sample)
             except Exception as error:  # a stranger's forward may look at values, which meta doesn't have
                 why = " ".join(str(error).split())[:160]
                 failed = f"compute: unknown, so no TFLOP/s: a forward on meta fails ({type(error).__name__}: {why})"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fsdp2.config import Config
-from fsdp2.run.checkpoints import Checkpoints, Reports
+from fsdp2.run.checkpoints import Checkpoints, Reporting
 from fsdp2.run.process.group import broadcast
 from fsdp2.run.process.settings import GarbageCollection
 from fsdp2.run.process.signals import StopSignals
@@ -26,7 +26,7 @@ class Between:
         self,
         config: Config,
         checkpoints: Checkpoints,
-        reports: Reports,
+        reports: Reporting,
         watch: Watch,
         stop: StopSignals,
         garbage: GarbageCollection,

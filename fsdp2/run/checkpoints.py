@@ -18,7 +18,7 @@ from fsdp2.parallel.engine import Engine
 from fsdp2.parallel.meta import shared_names
 from fsdp2.parallel.shards import is_finite
 from fsdp2.run.directory.marker import checkpoint_info
-from fsdp2.run.directory.rundir import large, too_large_unasked
+from fsdp2.run.directory.room import full_model_form, large
 from fsdp2.run.job import Job
 from fsdp2.run.process import runtime
 from fsdp2.run.process.group import RunStopped, broadcast, gather
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from fsdp2_extra.elastic.replicas import Replicas
 
 
-class Reports(Protocol):
+class Reporting(Protocol):
     """The interface that this room needs of the run's reports."""
 
     def emit(self, kind: str, data: dict[str, Any]) -> None: ...
@@ -60,13 +60,14 @@ class Checkpoints:
         progress: Progress,
         device: torch.device,
         memory: NodeMemory | None,
-        reports: Reports,
+        reports: Reporting,
         watch: Watch,
     ) -> None:
         """`reports`: where to report to. `watch`: must know that a save may take long."""
         self.config, self.hold, self.run, self.progress = config, job.hold, job.run, progress
         self._app, self._weights, self._memory, self._reports, self._watch = app, engine.weights, memory, reports, watch
-        self._info = checkpoint_info(config, runtime.world().world_size, config.spec)
+        world = runtime.world()
+        self._rank, self._info = world.rank, checkpoint_info(config, world.world_size)
         self._info |= {"optimizer": job.optimizer} if job.optimizer else {}
         self._replicas: Replicas | None = None
         if config.check_replicas is not None:
@@ -81,7 +82,7 @@ class Checkpoints:
             keep_every=config.keep_every,
             background=config.async_checkpoint is not None,
         )
-        # Committed, or on its way; what was gone on from in memory isn't.
+        # Committed, or on its way. A checkpoint resumed from memory is not on the disk yet.
         self._saved_step = -1 if job.origin.in_memory else progress.step
         self._epochs: dict[int, int] = {}
         self._failed: Outcome | None = None
@@ -101,30 +102,27 @@ class Checkpoints:
         Raises SaveFailed on every rank if a save failed and the run is to stop then, and RunStopped, before anything is
         written, if the weights are no numbers and the run is to stop then: the update itself can make them so.
         """
-        with self._watch.phase("save"):
-            self._save(epoch, last=last)
-
-    def _save(self, epoch: int, *, last: bool) -> None:
-        step = self.progress.step
+        step, skips = self.progress.step, self.config.async_checkpoint == "skip" and not last
         if step == self._saved_step or not (self.config.saves or last):
             return
-        if self.config.async_checkpoint == "skip" and not last and any(gather(self._saver.busy)):
-            self._reports.emit("checkpoint_skipped", {"step": step, "reason": "the one before is still being written"})
-            return
-        self._settle()
-        self.compare_replicas()
-        known = gather((self._reports.position(), is_finite(self._weights())))
-        finite = all(finite for _, finite in known)
-        if not finite:
-            self.stop_if_nonfinite(step, "the weights hold NaN or infinity")
-        if not self.config.saves:
-            return
-        self._epochs[step], self._saved_step = epoch, step
-        # The same on all ranks: DCP writes a plain value from whichever rank it likes.
-        self.progress.metrics_position = known[0][0]
-        info = {**self._info, "finite": finite}
-        before_commit = partial(self._before_commit, self.progress.metrics_position)
-        self._end(self._saver.save(step, info, self.hold.require_folder, before_commit))
+        with self._watch.phase("save"):
+            if skips and any(gather(self._saver.busy)):
+                reason = "the one before is still being written"
+                self._reports.emit("checkpoint_skipped", {"step": step, "reason": reason})
+                return
+            self._settle()
+            self.compare_replicas()
+            positions, finite = zip(*gather((self._reports.position(), is_finite(self._weights()))), strict=True)
+            if not all(finite):
+                self.stop_if_nonfinite(step, "the weights hold NaN or infinity")
+            if not self.config.saves:
+                return
+            self._epochs[step], self._saved_step = epoch, step
+            # The same on all ranks: DCP writes a plain value from whichever rank it likes.
+            self.progress.metrics_position = positions[0]
+            info = {**self._info, "finite": all(finite)}
+            before_commit = partial(self._before_commit, positions[0])
+            self._report(self._saver.save(step, info, self.hold.require_folder, before_commit))
 
     def due(self, step: int) -> bool:
         """Return whether the state after this step is saved, on the disk or in memory."""
@@ -170,19 +168,19 @@ class Checkpoints:
     def write_full_model(self, *, changed: bool) -> bool:
         """Write the whole model for any PyTorch program: one file, or safetensors by all ranks if it is large.
 
-        Not where it is and nothing has `changed` since. False if it isn't wanted, as with --no-save-model.
+        Not if it is there and nothing has `changed` since. False if it isn't wanted, as `full_model_form` says.
         """
         config, run = self.config, self.run
-        if config.writes_full_model is False:
+        form = full_model_form(config, remote=run.is_remote)
+        if form == "none":
             return False
         self.hold.stop_if_lost()
-        lacks = runtime.world().rank == 0 and not changed and not run.has_full_model(self.progress.step)
+        lacks = self._rank == 0 and not changed and not run.has_full_model(self.progress.step)
         if not (changed or broadcast(lacks)):
             return True
         said = {part: self._info[part] for part in (meaning.PART, meaning.TOKENIZER) if part in self._info}
         with self._watch.phase("full model"):
-            # The local folder of a run at a URL is another one on each node, so rank 0 has to have all of it.
-            if large(config, config.spec) and not run.is_remote:
+            if form == "sharded":
                 from fsdp2.checkpoint.full_together import save_together
 
                 tied = shared_names(config.spec.described(config.model_size))
@@ -195,7 +193,7 @@ class Checkpoints:
 
     def upload_metrics(self) -> None:
         """Copy the metrics file as it is to a remote run's URL."""
-        if runtime.world().rank == 0:
+        if self._rank == 0:
             self.run.upload_metrics(self._reports.position())
 
     def poll(self) -> bool:
@@ -208,7 +206,7 @@ class Checkpoints:
         if ended is not None and ended.error is not None and self._stops(ended.error):
             self._failed = ended
         else:
-            self._end(ended)
+            self._report(ended)
         self._warn()
         return self._failed is not None
 
@@ -253,7 +251,7 @@ class Checkpoints:
                 text += f"; {error}"
             self._saver.close()
             self._warn()
-            last = broadcast(self._newest(wanted, until) if runtime.world().rank == 0 else "")
+            last = broadcast(self._newest(wanted, until) if self._rank == 0 else "")
         raise RunStopped(printable(f"{text}; {last}; {advice}"))
 
     def _newest(self, wanted: str, until: int) -> str:
@@ -274,9 +272,9 @@ class Checkpoints:
         `full_model_left_out_bytes`, the size of a model that nobody asked to be written. Raises SaveFailed if what was
         trained last is not in a checkpoint.
         """
-        too_large = too_large_unasked(self.config, self.config.spec) if finished else None
+        too_large = large(self.config) if finished and self.config.writes_full_model is None else None
         try:
-            full_model = finished and too_large is None and self.write_full_model(changed=changed)
+            full_model = finished and self.write_full_model(changed=changed)
         except Exception:
             self._saver.wait()  # the last checkpoint: it would end with this process
             raise
@@ -304,9 +302,9 @@ class Checkpoints:
 
     def _settle(self) -> None:
         """Wait for the save in flight, or take the one that is known to have failed, and report how it has ended."""
-        self._end(self._failed or self._saver.wait())
+        self._report(self._failed or self._saver.wait())
 
-    def _end(self, ended: Outcome | None) -> None:
+    def _report(self, ended: Outcome | None) -> None:
         if ended is None:
             return
         if ended.error is None:
@@ -316,7 +314,7 @@ class Checkpoints:
             self._reports.emit("checkpoint", {**facts, **times})
             return
         text = str(ended.error)
-        if runtime.world().rank == 0:
+        if self._rank == 0:
             try:
                 self.hold.require_ours()  # else what looks dead may be a save of the run that has taken over
                 self.run.store.remove_dead()  # room for the next one

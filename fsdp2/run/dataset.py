@@ -13,17 +13,16 @@ from fsdp2.config import Config
 from fsdp2.data.errors import DownloadFailed, UnusableText
 from fsdp2.data.loader import Batch, Batches, evaluation_batches
 from fsdp2.data.splits import Dataset, Split
-from fsdp2.models.spec import ModelSpec
 from fsdp2.options.errors import ConfigError, some
 from fsdp2.run.process.group import first_on_node, gather
 from fsdp2.run.process.runtime import Share, World
 from fsdp2.units import tell
 
 
-def load_data(config: Config, spec: ModelSpec, world: World) -> Dataset:
+def load_data(config: Config, world: World) -> Dataset:
     """The dataset, whole on every rank; a download happens once on each node, while its other ranks wait."""
     with first_on_node(world):
-        dataset = open_data(config, spec)
+        dataset = open_data(config)
     hosts, contents = zip(*gather((socket.gethostname(), (dataset.train.content, dataset.test.content))), strict=True)
     others = [rank for rank, content in enumerate(contents) if content != contents[0]]
     if others:
@@ -36,16 +35,16 @@ def load_data(config: Config, spec: ModelSpec, world: World) -> Dataset:
     return dataset
 
 
-def open_data(config: Config, spec: ModelSpec, *, fetch: bool = True) -> Dataset:
+def open_data(config: Config, *, fetch: bool = True) -> Dataset:
     """The dataset of this process. Raises ConfigError, and NotHere where `fetch` is false and it has to be fetched."""
     try:
         return data.load(
             config.dataset,
             root=config.data_root,
             seq_len=config.seq_len,
-            vocab_size=spec.vocab_size(config.model_size),
-            task=spec.task,
-            special_token=spec.special_token,
+            vocab_size=config.spec.vocab_size(config.model_size),
+            task=config.spec.task,
+            special_token=config.spec.special_token,
             reading={**reading_of(config), "drop": config.bad_samples == "drop"},
             apart=config.documents == "apart",
             fetch=fetch,

@@ -31,8 +31,8 @@ SCRATCH = "--init-from scratch for none"
 SHOWN = 5
 
 
-def by_library(config: Config) -> Callable[..., Any] | None:
-    """How the library of a model reads the weights that it starts from: in a folder of its own it knows all names."""
+def library_loader(config: Config) -> Callable[..., Any] | None:
+    """Make what loads the weights to start from by the model's library: it knows all names in a folder of its own."""
     spec, place = config.spec, Path(str(config.weights))
     has_own = (place / "config.json").is_file() and any(found for form in WEIGHTS for found in place.glob(form))
     if spec.load is None or not (config.init_from is None or has_own):
@@ -51,7 +51,7 @@ def check_init_from(config: Config, model: nn.Module) -> tuple[str, bool]:
     """
     place, spec, flag = str(config.weights), config.spec, _flag(config)
     fix = f"give weights of this model, or {SCRATCH}"
-    load, other, packed = by_library(config), "", list[str]()
+    load, other, packed = library_loader(config), "", list[str]()
     try:
         with opened(place) as source:
             packed += [name for name, tensor in source.tensors.items() if not is_cast(tensor.dtype)]
@@ -95,12 +95,12 @@ def require_finite(weights: Mapping[str, Tensor], what: str) -> None:
     """Raise ConfigError on every rank if weights by name, which `what` brought, are no numbers. A collective call."""
     tensors = {name: local(tensor) for name, tensor in weights.items()}
     wrong = {name: tensor for name, tensor in tensors.items() if not is_finite([tensor])}
-    mine = {name: (bool(tensor.isnan().any()), bool(tensor.isinf().any())) for name, tensor in wrong.items()}
-    everywhere = [item for found in gather(mine) for item in found.items()]
+    mine = {(name, "NaN") for name, tensor in wrong.items() if tensor.isnan().any()}
+    mine |= {(name, "infinity") for name, tensor in wrong.items() if tensor.isinf().any()}
+    everywhere = set[tuple[str, str]]().union(*gather(mine))
     if not everywhere:
         return
-    names = sorted({name for name, _ in everywhere})
-    kinds = [word for i, word in enumerate(("NaN", "infinity")) if any(flags[i] for _, flags in everywhere)]
+    names, kinds = (sorted(set(words)) for words in zip(*everywhere, strict=True))
     shown = ", ".join(names[:SHOWN]) + (", …" if len(names) > SHOWN else "")
     raise ConfigError(
         f"{what}: holds {' and '.join(kinds)}: {len(names)} of {len(tensors)} tensors ({shown}); the run that wrote it "
@@ -116,7 +116,7 @@ def load_into(model: nn.Module, config: Config) -> dict[str, Any]:
     place, spec, flag = str(config.weights), config.spec, _flag(config)
     targets = spec.base_weights(plain_names(model))
     tied = [list(spec.base_weights(group)) for group in shared_names(spec.described(config.model_size))]
-    load = by_library(config)
+    load = library_loader(config)
     by_torch = config.dcp_api and not config.init_partial and Path(place).is_file()
     loaded, left_out = len(targets), list[str]()
     try:
@@ -130,7 +130,7 @@ def load_into(model: nn.Module, config: Config) -> dict[str, Any]:
     except OtherWeights as error:
         if load is None:
             raise ConfigError(f"{flag}: {error}; give weights of this model, or --init-partial") from None
-        full, wrong = _by_its_library(load, flag)
+        full, wrong = load_by_library(load, flag)
         targets = {name: target for name, target in targets.items() if name not in wrong}
         scatter(full, targets)
         loaded, left_out = len(targets), [f"{name}: {why}" for name, why in wrong.items()]
@@ -140,7 +140,7 @@ def load_into(model: nn.Module, config: Config) -> dict[str, Any]:
     return {"weights": place, "loaded": loaded, "left_out": left_out} if config.init_partial else {}
 
 
-def _by_its_library(
+def load_by_library(
     load: Callable[[], tuple[Mapping[str, Tensor], Mapping[str, str]]], flag: str
 ) -> tuple[Mapping[str, Tensor], Mapping[str, str]]:
     """Call `ModelSpec.load`, with the weights on rank 0 alone, in its memory. A collective call."""

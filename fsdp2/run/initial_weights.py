@@ -14,8 +14,8 @@ from fsdp2.config import Config
 from fsdp2.models.initial import reset_parameters
 
 
-def elsewhere(config: Config) -> Callable[[str], bool]:
-    """Which weights are in no checkpoint of a run: those that its adapters go beside."""
+def not_saved(config: Config) -> Callable[[str], bool]:
+    """Tell by a weight's name whether no checkpoint of a run holds it: its adapters go beside such weights."""
     if config.lora is None:
         return lambda name: False
     from fsdp2_extra.models.lora import is_adapter
@@ -23,8 +23,8 @@ def elsewhere(config: Config) -> Callable[[str], bool]:
     return lambda name: not is_adapter(name)
 
 
-class InitialValues:
-    """Sets the initial values of a model, or of a part of one. A collective call where the model has no table.
+class DrawnWeights:
+    """Draws the initial values of a model, or of a part of one. A collective call where the model has no table.
 
     Without a table a model's own code says what it starts from. Rank 0 makes it a second time, in its memory and from
     the seed alone, and sends each rank what that holds, one tensor after the other.
@@ -38,26 +38,32 @@ class InitialValues:
         self._own: dict[str, Tensor] | None = None
 
     def __call__(self, model: nn.Module) -> None:
-        config, spec, brought = self._config, self._config.spec, self._brought
+        spec, seed = self._config.spec, self._config.seed
         if spec.lora is not None:
-            from fsdp2_extra.models import lora
+            from fsdp2_extra.models.lora import draw_adapters
 
-            lora.draw_adapters(model, config.seed, brought=brought)
-
-            def brought(name: str) -> bool:
-                return lora.is_adapter(name) or self._brought(name)
-
+            draw_adapters(model, seed, brought=self._brought)
         if spec.initial_values:
-            reset_parameters(model, spec.initial_values, config.seed, brought=brought)
+            reset_parameters(model, spec.initial_values, seed, brought=self._set_otherwise)
             return
-        # A part of a model that a strategy makes has buffers too that the model keeps out of its state dict.
-        saved = spec.described(config.model_size).state_dict()
-        wanted = {name for name in saved if not brought(name)}
+        wanted = self._wanted()
         targets = {name: tensor for name, tensor in plain_names(model).items() if name in wanted}
         if targets:
             from fsdp2.checkpoint.full_dtensor import scatter
 
             scatter(self._drawn() if dist.get_rank() == 0 else {}, targets)
+
+    def makes_whole(self) -> bool:
+        """Return whether rank 0 has the whole model in its memory meanwhile."""
+        return not self._config.spec.initial_values and bool(self._wanted())
+
+    def _wanted(self) -> set[str]:
+        # Names in the state dict: a part of a model that a strategy makes has buffers beside it, too.
+        names = self._config.spec.described(self._config.model_size).state_dict()
+        return {name for name in names if not self._set_otherwise(name)}
+
+    def _set_otherwise(self, name: str) -> bool:
+        return self._brought(name) or (self._config.lora is not None and not not_saved(self._config)(name))
 
     def _drawn(self) -> dict[str, Tensor]:
         if self._own is None:
@@ -67,8 +73,8 @@ class InitialValues:
         return self._own
 
 
-class StartWeights:
-    """Puts the weights that the run starts from into a model. A collective call; raises ConfigError on every rank.
+class LoadedWeights:
+    """Loads the weights that the run starts from into a model. A collective call; raises ConfigError on every rank.
 
     Of a model with adapters, these are all weights but the adapters, also where the run goes on from a checkpoint.
 
@@ -88,7 +94,7 @@ class StartWeights:
             return not config.resume_partial
         if not self.wanted or config.init_partial:
             return False
-        return config.lora is None or elsewhere(config)(name)  # of a model with adapters all but these
+        return config.lora is None or not_saved(config)(name)  # of a model with adapters all but these
 
     def __call__(self, model: nn.Module) -> None:
         from fsdp2.run.init_from import load_into

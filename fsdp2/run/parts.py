@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2.checkpoint.state import plain_names
 from fsdp2.config import Config
 from fsdp2.parallel.engine import Engine
-from fsdp2.run.initial_weights import elsewhere
+from fsdp2.run.initial_weights import not_saved
 from fsdp2.run.process.group import gather
 
 
@@ -26,16 +26,16 @@ def add_parts(config: Config, engine: Engine) -> None:
 
         engine.ema = Ema(plain_names(engine.model, keep_vars=True), config.ema)
         engine.parts = {**engine.parts, "ema": engine.ema}
-    engine.elsewhere = elsewhere(config)
-    engine.parts = {**engine.parts, **base_of(config, engine.model)}
+    engine.not_saved = not_saved(config)
+    if config.lora is not None:
+        engine.parts = {**engine.parts, "base": base_of(config, engine.model)}
 
 
-def base_of(config: Config, model: nn.Module) -> dict[str, Base]:
-    """The part of a checkpoint for the weights that adapters go beside, in a model that has them. A collective call."""
-    if config.lora is None:
-        return {}
-    frozen = [tensor for name, tensor in plain_names(model).items() if elsewhere(config)(name)]
-    return {"base": Base(str(config.weights), checksum(frozen))}
+def base_of(config: Config, model: nn.Module) -> Base:
+    """The part of a checkpoint for the weights that adapters go beside. A collective call."""
+    is_frozen = not_saved(config)
+    frozen = [tensor for name, tensor in plain_names(model).items() if is_frozen(name)]
+    return Base(str(config.weights), checksum(frozen))
 
 
 class Base:

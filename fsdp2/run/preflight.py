@@ -3,8 +3,7 @@ A wrong combination must not cost a process group, a download or a run directory
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from itertools import chain
 
 import torch
@@ -12,8 +11,6 @@ from torch import nn
 
 from fsdp2 import data
 from fsdp2.checkpoint.disk import temporary_folder
-from fsdp2.checkpoint.files import NotAFile, Unreachable
-from fsdp2.checkpoint.store import Store
 from fsdp2.config import Config
 from fsdp2.options import strategies
 from fsdp2.options.checks import trackers_of
@@ -22,11 +19,12 @@ from fsdp2.options.own_model import blocks_of
 from fsdp2.options.parser import files_at
 from fsdp2.parallel.freeze import freeze
 from fsdp2.parallel.groups import check_parameters, shard_groups
-from fsdp2.run.directory.hold import Hold, disk_refusals
-from fsdp2.run.directory.room import check_room
-from fsdp2.run.directory.rundir import RunDir, default_path, large
+from fsdp2.run.directory.hold import Hold
+from fsdp2.run.directory.room import check_room, full_model_form
+from fsdp2.run.directory.rundir import RunDir, default_path
 from fsdp2.run.job import Job, Origin
 from fsdp2.run.process.runtime import World
+from fsdp2.run.start import begin
 
 OLDEST_TORCH = (2, 11)
 
@@ -65,82 +63,11 @@ def preflight(config: Config, world: World) -> Job:
 
             job.hold.also(SwapFiles(config.nvme_offload, world.rank).release)
         if world.rank == 0:
-            _begin(config, world, model, job)
+            begin(config, world, model, job)
         elif world.local_rank == 0:
             check_room(config, model, world)
         on_error.pop_all()
     return job
-
-
-def _begin(config: Config, world: World, model: nn.Module, job: Job) -> None:
-    """On rank 0, take the run directory, find what to go on from, and look whether there is room for all of it."""
-    with _explained(config, job.run):
-        job.hold.take(new=config.run_dir is None)
-        done = _choose_origin(config, world, model, job)
-        stays = job.staying()
-    origin = job.origin
-    starts = origin.checkpoint is None
-    loads_whole = (starts or origin.partial) and not config.spec.initial_values
-    if starts and config.weights is not None:
-        from fsdp2.run.init_from import check_init_from
-
-        note, by_library = check_init_from(config, model)
-        job.add_note(note)
-        loads_whole = by_library or (loads_whole and config.init_partial)
-    elif config.init_from not in (None, "scratch") and config.lora is None:
-        job.add_note(f"--init-from {config.init_from}: isn't read, since the run goes on from {origin.checkpoint}")
-    if world.local_world_size % config.tp:
-        job.add_note(f"--tp {config.tp}: its ranks are on several nodes; fsdp2.doctor measures both bandwidths")
-    job.add_note(check_room(config, model, world, job.run, stays, done, loads_whole=loads_whole))
-
-
-@contextmanager
-def _explained(config: Config, run: RunDir) -> Iterator[None]:
-    """Raise ConfigError where the run directory, or the checkpoint, can't be read or written."""
-    place = config.run_dir or run.place
-    try:
-        with disk_refusals(run):
-            yield
-    except Unreachable as error:
-        flag = f"--run-dir {place}" if place in str(error) else f"--resume {config.resume}"
-        raise ConfigError(f"{flag}: {error}; check the URL and the network") from None
-    except NotAFile as error:
-        raise ConfigError(f"--run-dir {place}: {error}") from None
-
-
-def _choose_origin(config: Config, world: World, model: nn.Module, job: Job) -> int:
-    """Let the job begin, or go on from a checkpoint, and say what was found; the steps that are done by then."""
-    origin, notes = find_checkpoint(config, job.run.store)
-    if origin.checkpoint is None or origin.partial:
-        job.go_on_from(origin, *notes)
-        return 0
-    from fsdp2.run.resuming import going_on
-
-    done, origin, changes = going_on(config, world, model, origin)
-    job.go_on_from(origin, *notes, *changes)
-    return done
-
-
-def find_checkpoint(config: Config, store: Store) -> tuple[Origin, list[str]]:
-    """Decide from `--resume` what to go on from, and say what was found. Dead saves are cleaned; damage stops the run.
-
-    Raises ConfigError, and OSError for a folder that can't be read.
-    """
-    committed = store.committed()
-    if committed and not config.saves:
-        raise ConfigError(
-            f"--checkpoint-every never: {store.files} holds checkpoints, and what is trained after them would be lost; "
-            f"choose another --run-dir, with --resume {store.checkpoint(committed[-1])} to begin with the newest"
-        )
-    dead = store.remove_dead()
-    notes = [f"removed {name}, a save that was never committed" for name in dead]
-    if config.resume == "auto" and not committed:
-        notes += ["no checkpoint was ever committed here; starting fresh"] * bool(dead)
-        return Origin(partial=config.resume_partial), notes
-    from fsdp2.run.resuming import chosen
-
-    origin, more = chosen(config, store, committed)
-    return origin, notes + more
 
 
 def check_model(config: Config) -> nn.Module:
@@ -166,18 +93,14 @@ def check_model(config: Config) -> nn.Module:
     except ValueError as error:
         raise ConfigError(f"--freeze {error}") from None
     if config.float8:
-        check_float8(config, blocks)
+        from fsdp2_extra.low_precision import float8
+
+        if not any(float8.layers(blocks)):
+            raise ConfigError(
+                f"--float8 {config.float8} with {flag}: none of its blocks has a trained nn.Linear whose sizes are "
+                f"multiples of {float8.MULTIPLE}; drop --float8"
+            )
     return model
-
-
-def check_float8(config: Config, blocks: Sequence[nn.Module]) -> None:
-    from fsdp2_extra.low_precision import float8
-
-    if not any(float8.layers(blocks)):
-        raise ConfigError(
-            f"--float8 {config.float8} with --model {config.model}: none of its blocks has a trained nn.Linear whose "
-            f"sizes are multiples of {float8.MULTIPLE}; drop --float8"
-        )
 
 
 def torch_version(text: str) -> tuple[int, int]:
@@ -232,7 +155,7 @@ def check_world(config: Config, world: World) -> None:
             f"--global-batch-size {config.global_batch_size}: is less than one sample for each of {shares} ranks and "
             f"{config.grad_accumulation} microbatches; use {shares * config.grad_accumulation} or more"
         )
-    if config.tp > 1 and config.writes_full_model and large(config, config.spec):
+    if config.tp > 1 and full_model_form(config, remote="://" in (config.run_dir or "")) == "sharded":
         raise ConfigError(
             f"--save-model with --tp {config.tp}: a large model is written by all ranks in whole rows, and --tp splits "
             "columns too; add --no-save-model, and python -m fsdp2.checkpoint export writes it from the last checkpoint"

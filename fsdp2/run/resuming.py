@@ -1,4 +1,4 @@
-"""A run that goes on: which checkpoint `--resume` means, what of it has to fit, and its state taken up again."""
+"""A run that is resumed: which checkpoint `--resume` means, what of it has to fit, and its state restored."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ KEPT = {
 }
 
 
-def chosen(config: Config, store: Store, committed: Sequence[int]) -> tuple[Origin, list[str]]:
-    """Decide from `--resume` which checkpoint to go on from, and say what becomes of others. Damage stops the run.
+def choose_checkpoint(config: Config, store: Store, committed: Sequence[int]) -> tuple[Origin, list[str]]:
+    """Choose the checkpoint that `--resume` means, and say what becomes of others. Damage ends the run.
 
     Args:
         committed: steps of the checkpoints that the run's own store holds.
@@ -94,13 +94,16 @@ def chosen(config: Config, store: Store, committed: Sequence[int]) -> tuple[Orig
     return Origin(found, partial, newest_kept=newest_kept), notes
 
 
-def going_on(
+def check_resume(
     config: Config, world: World, model: nn.Module, origin: Origin
 ) -> tuple[int, Origin, tuple[str | None, ...]]:
-    """The steps that are done, the origin with what its marker says, and what is different from here on."""
+    """Check that a checkpoint fits: the steps done by then, the origin with its length, and what changes from here on.
+
+    Raises ConfigError as `check_checkpoint` does.
+    """
     checkpoint = open_files(str(origin.checkpoint))
-    check_checkpoint(config, model, checkpoint)
     marker = read_marker(checkpoint)
+    check_checkpoint(config, model, checkpoint, marker)
     length = length_before(marker)
     changes = changed_batch(config, world, length), changed_flags(config, marker), changed_files(config, marker)
     return marker["step"], origin._replace(before=length), changes
@@ -113,7 +116,7 @@ def damaged(error: Exception) -> ConfigError:
 
 
 def checkpoint_at(place: str) -> str:
-    """Where a checkpoint is, or the newest of the run that is there. Raises ConfigError if there is none."""
+    """Resolve a place to a checkpoint: itself, or the newest of the run there. Raises ConfigError if there is none."""
     place = place.rstrip("/") if "://" in place else str(Path(place).absolute())
     files = files_at(place, "--resume")
     if is_there(files, MARKER):
@@ -128,8 +131,13 @@ def checkpoint_at(place: str) -> str:
     return str(store.checkpoint(steps[-1]))
 
 
-def check_checkpoint(config: Config, model: nn.Module, checkpoint: Files) -> None:
-    marker: dict[str, Any] = read_marker(checkpoint)
+def check_checkpoint(config: Config, model: nn.Module, checkpoint: Files, marker: Mapping[str, Any]) -> None:
+    """Raise ConfigError if the run can't resume from a checkpoint: it has another model, or flags that may not change.
+
+    Args:
+        model: on `meta`.
+        marker: the checkpoint's.
+    """
     saved, ours = marker.get("model", {}), shapes_of(model)
     wrong = [f"{name}: {saved.get(name, 'absent')} there, {ours.get(name, 'absent')} here" for name in
              sorted(saved.keys() | ours.keys()) if saved.get(name) != ours.get(name)]  # fmt: skip
@@ -210,8 +218,8 @@ def changed_files(config: Config, marker: Mapping[str, Any]) -> str | None:
     return f"since the checkpoint {' and '.join(words)} changed" if words else None
 
 
-def take_up(job: Job, app: AppState, average: Ema | None, *, hashes: bool) -> dict[str, Any]:
-    """Load the checkpoint that the job goes on from; `start.resume` says how. A collective call."""
+def restore_run(job: Job, app: AppState, average: Ema | None, *, hashes: bool) -> dict[str, Any]:
+    """Load the checkpoint that the job resumes from; `start.resume` says how. A collective call."""
     origin, partly = job.origin, dict[str, Any]()
     files, began, restored = open_files(str(origin.checkpoint)), time.perf_counter(), True
     try:
@@ -256,13 +264,14 @@ def _restore_all(job: Job, app: AppState, average: Ema | None, files: Files, *, 
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """How the optimizer updates, but for the rate, which is the schedule's, and for how it computes."""
-    beside = ("params", "lr", "initial_lr", *HOW)
-    groups = enumerate(optimizer.param_groups)
-    found = {(name, number): group[name] for number, group in groups for name in group if name not in beside}
-    found = {key: list(value) if isinstance(value, tuple) else value for key, value in found.items()}
-    several = len(optimizer.param_groups) > 1
-    return {f"{name} of group {number}" if several else name: value for (name, number), value in found.items()}
+    """Name -> setting of the optimizer, without the rate, which is the schedule's, and without how it computes."""
+    found, several = dict[str, Any](), len(optimizer.param_groups) > 1
+    for number, group in enumerate(optimizer.param_groups):
+        for name, value in group.items():
+            if name not in ("params", "lr", "initial_lr", *HOW):
+                key = f"{name} of group {number}" if several else name
+                found[key] = list(value) if isinstance(value, tuple) else value
+    return found
 
 
 def _require_possible(optimizer: torch.optim.Optimizer, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
@@ -271,7 +280,7 @@ def _require_possible(optimizer: torch.optim.Optimizer, ours: Mapping[str, Any],
     known = inspect.signature(makes).parameters.keys() - {"params", *HOW}
     try:
         for group in optimizer.param_groups if makes.__module__.startswith("torch.optim.") else ():
-            float(sum(value for value in group.values() if isinstance(value, int)))  # else it fails in the first step
+            float(sum(value for value in group.values() if isinstance(value, int)))  # overflows here, not in a step
             makes([torch.zeros(1)], **{name: group[name] for name in known & group.keys()})
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"an optimizer with its settings can't be made ({error})") from None

@@ -35,7 +35,7 @@ from fsdp2.parallelize import parallelize
 from fsdp2.run.directory.marker import kept_files
 from fsdp2.run.directory.rundir import RunDir
 from fsdp2.run.init_from import require_finite
-from fsdp2.run.initial_weights import InitialValues, StartWeights, elsewhere
+from fsdp2.run.initial_weights import DrawnWeights, LoadedWeights, not_saved
 from fsdp2.run.parts import base_of
 from fsdp2.run.process import runtime
 from fsdp2.run.process.group import process_group
@@ -43,7 +43,7 @@ from fsdp2.run.process.runtime import World
 from fsdp2.run.resuming import checkpoint_at
 from fsdp2.units import short
 
-# Options that say which model it is, and how it computes.
+# Options that say which model it is, and how it computes; none of those that FSDP2 refuses of another strategy.
 OF_THE_MODEL = (
     *("model", "model_size", "trust_remote_code", "lora", "lora_alpha", "lora_targets", "init_from"),
     "mixed_precision",
@@ -120,11 +120,12 @@ def from_checkpoint(config: Config, checkpoint: Files) -> Load:
     """Make a function that fills a sharded model from a sharded checkpoint of any number of ranks."""
 
     def load(model: nn.Module) -> None:
-        start = StartWeights(config, restoring=True)
+        start = LoadedWeights(config, restoring=True)
         if start.wanted:
             start(model)
         try:
-            read_weights(WeightsOnly(model, None, elsewhere(config), base_of(config, model)), checkpoint)
+            beside = {} if config.lora is None else {"base": base_of(config, model)}
+            read_weights(WeightsOnly(model, None, not_saved(config), beside), checkpoint)
         except (DamagedCheckpoint, ValueError) as error:
             how = "is damaged" if isinstance(error, DamagedCheckpoint) else "can't be loaded"
             other = "drop --sharded to use full-model.pt, if there is one" if config.lora is None else "put those back"
@@ -157,7 +158,7 @@ def load_sharded(config: Config, load: Load, world: World, device: torch.device)
         config,
         build=lambda: spec.on_meta(config.model_size),
         blocks_of=blocks_of(config),
-        set_weights=InitialValues(config, brought=everything),
+        set_weights=DrawnWeights(config, brought=everything),
         load_weights=load,
         device=device,
         world_size=world.world_size,
@@ -225,7 +226,7 @@ def require_same_adapters(config: Config, checkpoint: Files) -> None:
 
 
 def _newest(run: RunDir, config: Config) -> tuple[str, Load, bool]:
-    """The weights of a run's newest checkpoint: what vouches for them, what loads them, and that it is in shards.
+    """The weights of a run's newest checkpoint: what vouches for them, what loads them, and True, since it is sharded.
 
     Raises ConfigError.
     """
@@ -238,7 +239,7 @@ def _newest(run: RunDir, config: Config) -> tuple[str, Load, bool]:
 
 
 def _whole(run: RunDir, config: Config, world: World) -> tuple[str, Load, bool]:
-    """The full model of a run: what vouches for it, what loads it, and whether in shards. Raises ConfigError."""
+    """The full model of a run: what vouches for it, what loads it, and whether to shard it. Raises ConfigError."""
     if world.world_size > 1:
         raise ConfigError(
             "fsdp2.infer under torchrun: one process loads the full model; add --sharded, or use python -m"
@@ -261,7 +262,7 @@ def _whole(run: RunDir, config: Config, world: World) -> tuple[str, Load, bool]:
 
 
 @contextmanager
-def opened(place: Path | str, *, sharded: bool = False, **named: Any) -> Iterator[Opened]:
+def open_run(place: Path | str, *, sharded: bool = False, **named: Any) -> Iterator[Opened]:
     """A run with its model loaded, in a process group. `place` is its folder or URL, for `named` see `read_config`.
 
     The full model of a URL is copied to the run's local folder. Raises ConfigError if the run or its model can't be

@@ -54,15 +54,30 @@ def try_out(config: Config, engine: Engine, dataset: Dataset, device: torch.devi
         torch.cuda.empty_cache()  # no step has tensors of these sizes
 
 
-def first_tokens(config: Config, batch: Batch) -> Batch:
-    """The first of each sequence, at most `TOKENS` and with something to predict; with `--sp` this rank's piece."""
+def cut(config: Config, rows: Any) -> Any:
+    """The first tokens of rows, one tensor or several by name: at most `TOKENS`, and as many for each rank."""
     length = TOKENS - TOKENS % (config.tp * config.sp)
-    inputs: Any = batch.inputs
-    cut = {name: tensor[:, :length] for name, tensor in inputs.items()} if isinstance(inputs, dict) else None
-    targets: Tensor = batch.targets[:, :length].clamp(min=0)  # class 0 where nothing is, as in a question of a chat
-    given, _ = _piece(config, inputs[:, :length] if cut is None else cut, 0)
+    return {name: one[:, :length] for name, one in rows.items()} if isinstance(rows, dict) else rows[:, :length]
+
+
+def piece_of_rank(config: Config, inputs: Any) -> Any:
+    """The inputs that this rank has of rows, with `--sp`."""
+    return inputs if config.sp == 1 else piece_of(inputs, runtime.world().share(config.tp, config.sp).piece, config.sp)
+
+
+def place_in_piece(config: Config, piece: Any, place: int | None) -> int | None:
+    """How many tokens of this rank's piece stand before a place in the row."""
+    if config.sp == 1 or place is None:
+        return place
+    length = piece["input_ids"].shape[1]
+    return min(max(0, place - runtime.world().share(config.tp, config.sp).piece * length), length)
+
+
+def first_tokens(config: Config, batch: Batch) -> Batch:
+    """A batch's first tokens with something to predict; with `--sp` this rank's piece of them."""
+    targets: Tensor = cut(config, batch.targets).clamp(min=0)  # class 0 where nothing is, as in a question of a chat
     targets = targets.chunk(config.sp, dim=1)[runtime.world().share(config.tp, config.sp).piece]
-    return dataclasses.replace(batch, inputs=given, targets=targets)
+    return dataclasses.replace(batch, inputs=piece_of_rank(config, cut(config, batch.inputs)), targets=targets)
 
 
 def require_whole_loss(config: Config, engine: Engine, dataset: Dataset, device: torch.device) -> None:
@@ -81,40 +96,30 @@ def require_whole_loss(config: Config, engine: Engine, dataset: Dataset, device:
         )
 
 
-def _tried_by_a_copy(config: Config, look: Callable[..., bool | None]) -> bool | None:
-    """Let `models.causal` look at a function's model; None where it can't tell, or the model is another's.
+def _seen_by_a_copy(config: Config, look: Callable[..., bool | None]) -> bool:
+    """Let `models.causal` look at a function's model; False where it can't tell, or the model is another's.
 
     Libraries' models have weights or initial values that show what they see; a stranger's may begin with zeros.
     """
     if not models.is_function(config.model):
-        return None
+        return False
     spec = config.spec.whole or config.spec
-    return look(spec.on_meta(config.model_size), spec.call, spec.logits)
+    return bool(look(spec.on_meta(config.model_size), spec.call, spec.logits))
 
 
-def _piece(config: Config, inputs: Any, place: int) -> tuple[Any, int]:
-    """The inputs that this rank has of rows, and how many of their tokens stand before a place in the row."""
-    if config.sp == 1:
-        return inputs, place
-    share = runtime.world().share(config.tp, config.sp)
-    piece = piece_of(inputs, share.piece, config.sp)
-    length = piece["input_ids"].shape[1]
-    return piece, min(max(0, place - share.piece * length), length)
+def _differ(config: Config, engine: Engine, rows: Any, region: slice) -> bool:
+    """Return whether this rank's logits of the last of three rows differ from the others' in a region of the row.
 
-
-def _sees(
-    config: Config, engine: Engine, rows: Any, at: int, look: Callable[..., bool | None], *, behind: bool
-) -> bool:
-    """Return whether on any rank what the last of three rows has differently changes its logits before a place in the
-    row, or `behind` it, or `look` finds so with a copy of the model. A collective call."""
+    A collective call.
+    """
     from fsdp2_extra.models.causal import same
 
     tokens = rows["input_ids"] if isinstance(rows, dict) else rows
-    given, before = _piece(config, rows, at)
+    piece = piece_of_rank(config, rows)
     with whole_logits(engine, config.spec) as plain:
-        logits = plain.logits(engine.forward(Batch(given, tokens, True, 3, tokens.numel(), True)))
-    logits = logits[:, before:] if behind else logits[:, :before]
-    return any(gather((logits.numel() > 0 and not same(logits)) or bool(_tried_by_a_copy(config, look))))
+        logits = plain.logits(engine.forward(Batch(piece, tokens, True, 3, tokens.numel(), True)))
+    first, end = (place_in_piece(config, piece, place) for place in (region.start, region.stop))
+    return logits[:, first:end].numel() > 0 and not same(logits[:, first:end])
 
 
 @torch.no_grad()
@@ -124,18 +129,18 @@ def require_causal(config: Config, engine: Engine, dataset: Dataset, device: tor
     Of three rows of one forward the last differs in one token, and the logits before it have to be equal. Of a
     function's model a copy with other weights is tried, too.
     """
-    if ":" not in config.model or config.spec.kind != "language" or config.spec.task != "causal":
+    if ":" not in config.model or config.spec.task != "causal":
         return
     from fsdp2_extra.models.causal import sees_later
 
     inputs, _ = dataset.test.__getitems__([0])
     named = inputs if isinstance(inputs, dict) else {"input_ids": inputs}
-    length = TOKENS - TOKENS % (config.tp * config.sp)
-    rows = {name: tensor[:1, :length].repeat(3, 1).to(device) for name, tensor in named.items()}
+    rows = {name: tensor[:1].repeat(3, 1).to(device) for name, tensor in cut(config, named).items()}
     tokens = rows["input_ids"]
     at = tokens.shape[1] // 2
     tokens[2, at] = abs(int(tokens[2, at]) - 1)
-    if _sees(config, engine, rows if isinstance(inputs, dict) else tokens, at, sees_later, behind=False):
+    seen = _differ(config, engine, rows if isinstance(inputs, dict) else tokens, slice(at))
+    if any(gather(seen or _seen_by_a_copy(config, sees_later))):
         raise ConfigError(
             f"--model {config.model}: it sees the tokens that it is to predict, since a later token changes the logits "
             "of those before it; give it a causal mask, which encoders of transformers have with is_decoder true"
@@ -146,9 +151,9 @@ def require_causal(config: Config, engine: Engine, dataset: Dataset, device: tor
 def require_documents_apart(config: Config, engine: Engine, dataset: Dataset, device: torch.device) -> None:
     """Raise ConfigError if the model lets a document see another in its row.
 
-    Whether a stranger's model heeds `position_ids` or `document_ids` isn't told by its signature, so it is tried: of
-    three rows the last has another first document, and the logits of the second have to be equal. They stand in one
-    forward, since experts that get other numbers of tokens in another forward round differently.
+    A signature doesn't show whether a model uses `position_ids` or `document_ids`, so test it: of three rows the last
+    has another first document, and the logits of the second have to be equal. They stand in one forward, since experts
+    that get other numbers of tokens in another forward round differently.
     """
     inputs, _ = dataset.test.__getitems__([0])
     if not isinstance(inputs, dict) or "document_ids" not in inputs:
@@ -158,7 +163,8 @@ def require_documents_apart(config: Config, engine: Engine, dataset: Dataset, de
     length = 8 * config.tp * config.sp
     tokens = torch.arange(2 * length, device=device).repeat(3, 1) % 8
     tokens[2, :length] = tokens[0, :length].flip(0)
-    if _sees(config, engine, two_documents(tokens, length), length, sees_documents, behind=True):
+    seen = _differ(config, engine, two_documents(tokens, length), slice(length, None))
+    if any(gather(seen or _seen_by_a_copy(config, sees_documents))):
         raise ConfigError(
             f"--dataset {config.dataset} with --model {config.model}: a document sees those before it in the same "
             "sequence; use --documents together to train it so"

@@ -55,30 +55,30 @@ def _refused(store: Store, step: int) -> Iterator[None]:
         raise ConfigError(f"--memory-checkpoint: step {step} could not be copied to this node: {error}") from None
 
 
-def _names(marker: dict[str, Any], mine: int, ranks: int) -> list[str]:
-    return sorted(marker["files"])[mine::ranks]
+def _names(marker: dict[str, Any], mine: int, per_node: int) -> list[str]:
+    return sorted(marker["files"])[mine::per_node]
 
 
-def _send_files(checkpoint: Files, mine: int, ranks: int, target: int) -> None:
+def _send_files(checkpoint: Files, mine: int, per_node: int, target: int) -> None:
     content = checkpoint.read(MARKER)
     marker = read_marker(checkpoint)
     dist.send(torch.tensor([len(content)]), target)
     dist.send(_tensor(content), target)
-    for name in _names(marker, mine, ranks):
+    for name in _names(marker, mine, per_node):
         size = marker["files"][name]["size"]
         with checkpoint.open(name) as file:
             for at in range(0, size, _PIECE_BYTES):
                 dist.send(_tensor(read_slice(file, size, at, min(_PIECE_BYTES, size - at))), target)
 
 
-def _receive_files(checkpoint: Files, mine: int, ranks: int, source: int) -> bytes:
+def _receive_files(checkpoint: Files, mine: int, per_node: int, source: int) -> bytes:
     """The marker, as it is. After an error the rest is still taken, since its sender would wait."""
     length = torch.zeros(1, dtype=torch.int64)
     dist.recv(length, source)
     raw = _received(int(length), source).numpy().tobytes()
     marker = json.loads(raw)  # of the same job; as a checkpoint's it is read again before anything is loaded
     failure: Exception | None = None
-    for name in _names(marker, mine, ranks):
+    for name in _names(marker, mine, per_node):
         expected = marker["files"][name]
         pieces = (min(_PIECE_BYTES, expected["size"] - at) for at in range(0, expected["size"], _PIECE_BYTES))
         arriving = map(partial(_received, source=source), pieces)

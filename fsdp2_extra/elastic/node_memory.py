@@ -6,8 +6,8 @@ torchrun ends all ranks when one has died, and what they held is gone with them.
 Each node holds a whole copy of the model, a replica of HSDP, and keeps a whole checkpoint there, by the same protocol
 as on a disk. When ranks are started again, the newest counts, and a node that has none gets it from one that has it.
 
-A checkpoint in memory is of a start of the run, which `memory.json` in the run directory names. It counts if it is of
-the last start, or is what that went on from: any other belongs to steps that were since done in another way.
+Each checkpoint in memory records the start (process launch) that wrote it. `memory.json` in the run directory names the
+last start. A checkpoint counts if that wrote it or resumed from it: others belong to steps that were done differently.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from fsdp2.options.errors import ConfigError
 from fsdp2.options.settings_file import read_table
 from fsdp2.parallel.shards import local
 from fsdp2.run.directory.lock import WriterLock
-from fsdp2.run.directory.room import SHARED_MEMORY, bytes_below, folder_of
+from fsdp2.run.directory.room import SHARED_MEMORY, bytes_below, memory_folder
 from fsdp2.run.directory.rundir import LINEAGE, RunDir
 from fsdp2.run.job import Origin
 from fsdp2.run.process.group import broadcast, gather, together
@@ -47,7 +47,7 @@ from fsdp2.units import size
 from fsdp2_extra.elastic.node_fetch import fetch
 
 FLAG = "--memory-checkpoint"
-ROOT = SHARED_MEMORY
+ROOT = SHARED_MEMORY  # a test of several nodes on one machine gives each another
 
 
 class NodeFolder:
@@ -60,7 +60,7 @@ class NodeFolder:
             hold: is given what releases the folder's lock, for the end of the run.
         """
         self.world, self.shards = world, world.world_size // config.replicas
-        self.folder = ROOT / folder_of(run.place)
+        self.folder = memory_folder(run.place, ROOT)
         self.store = Store(LocalFiles(self.folder))
         self.start: dict[str, Any] = broadcast({"start": uuid.uuid4().hex, "from": None})
         self._run = run
@@ -117,7 +117,7 @@ class NodeFolder:
         fetch(self.store, step, pairs, self.world)
         checkpoint = self.store.checkpoint(step)
         marker = read_marker(checkpoint)
-        check_checkpoint(config, config.spec.described(config.model_size), checkpoint)
+        check_checkpoint(config, config.spec.described(config.model_size), checkpoint, marker)
         self.start["from"] = [marker["start"], step]
         got = f", which {len(lacking)} of {len(newest)} nodes got from another" if lacking else ""
         note = f"step {step} was in memory{got}: {self.folder}"
@@ -143,9 +143,9 @@ class NodeFolder:
             self.store.clear(keep=(self.start["from"] or (None, None))[1])
 
     def require_room(self, needed: int) -> None:
-        """Raise ConfigError on every rank if a node has too little memory for two checkpoints, `needed` of this rank.
+        """Raise ConfigError on every rank if a node has too little memory for two checkpoints. A collective call.
 
-        A collective call.
+        `check_room` estimates it beforehand; now the model has its memory. `needed`: bytes of this rank's part.
         """
         facts = gather((needed, bytes_below(self.folder) + _free()))
         for first in range(0, len(facts), self.world.local_world_size):

@@ -48,7 +48,7 @@ def compute_in_float8(
 
     Args:
         blocks: and not the whole model, since embeddings and the head lose most by few bits.
-        recipe: one of `fsdp2.parallel.names.FLOAT8`: a scale for each tensor, or for each of its rows, which takes
+        recipe: one of `fsdp2.parallel.FLOAT8`: a scale for each tensor, or for each of its rows, which takes
             more time and rounds less.
         device_type: on `cpu` the same rounding is emulated in the dtype of the activations, which is slow.
         gather: gather the weights in float8, see `gathers`; not those that several modules share. Their parameters

@@ -34,7 +34,7 @@ class LowBitAdam(torch.optim.Optimizer):
     """Adam or AdamW over plain or sharded parameters, with moments in few bits.
 
     Args:
-        moments: one of `fsdp2.parallel.names.STATES`.
+        moments: one of `fsdp2.parallel.STATES`.
         decoupled: AdamW's weight decay instead of Adam's.
         compiled: compile the update of a parameter, once for each shape; without that it makes fp32 copies of the shard
             of the parameter that it is at.

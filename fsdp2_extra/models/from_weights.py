@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdp2.options.beginning import FROM_WEIGHTS
+from fsdp2.options.own_model import FROM_WEIGHTS
 
 
 def line(config: Any) -> str:

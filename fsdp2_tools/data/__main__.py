@@ -80,7 +80,7 @@ def show(config: Config, count: int) -> dict[str, Any]:
     except UnusableText as error:
         raise ConfigError(f"--dataset {config.dataset}: {error}") from None
     check_data(config)
-    dataset = open_data(config, config.spec)
+    dataset = open_data(config)
     try:
         encoders = [one for _, one in opened(config.dataset, **reading_of(config))]
         print(*header_lines.lines(dataset), sep="\n")

@@ -15,7 +15,7 @@ def measure(here: Here) -> str | None:
     config = here.config
     here.doing = f"reading --dataset {config.dataset}"
     try:
-        dataset = open_data(config, config.spec, fetch=False)
+        dataset = open_data(config, fetch=False)
     except NotHere:
         return None
     return f"{dataset.train.content} {dataset.test.content}"

@@ -25,6 +25,7 @@ from fsdp2.options.strategies import refuse
 from fsdp2.parallel.engine import Engine
 from fsdp2.parallel.rules import Start
 from fsdp2.parallel.shards import local
+from fsdp2.run.directory.room import full_model_form
 from fsdp2.run.parts import add_parts
 from fsdp2.run.process.runtime import World
 from fsdp2.train import engine_of, train_step
@@ -34,7 +35,7 @@ from fsdp2_extra.allocations.timeline import Timeline
 from fsdp2_tools.plan import batches, fake
 from fsdp2_tools.plan.depth import depths, shorten
 from fsdp2_tools.plan.fake_ledger import FakeLedger
-from fsdp2_tools.plan.saving import Saving, gathers_full_model, starting_from
+from fsdp2_tools.plan.saving import Saving, starting_from
 from fsdp2_tools.plan.work import Work
 
 STEPS = 2  # the first makes what later ones find: gathered buffers, gradients' memory
@@ -178,7 +179,8 @@ def _steps(
     values, starting = fake.Values(lambda: ledger.in_model), list[Timeline]()
     ledger.values = values
     load = starting_from(config, starting, STEPS, values) if config.weights is not None else None
-    gathers = gathers_full_model(config)  # before tensors are fake, and watched: it builds the whole model
+    # Before tensors are fake, and watched: it builds the whole model.
+    gathers = full_model_form(config, remote="://" in (config.run_dir or "")) == "gathered"
     engine = engine_without_values(config, spec, world, device, modes, values, blocks, load)
     if config.model.startswith("hf:"):
         modes.enter_context(fake.seen_by_transformers(values))
@@ -199,7 +201,7 @@ def _steps(
                 saving.save(step)  # its copies are there in all later steps
             parts = batches.microbatches(config, spec, world, ledger)
             # As the loop does, which reports a step while the next one runs.
-            reported = train_step(engine, parts, spec, config, world, [False, False])
+            reported = train_step(engine, parts, config, world, [False, False])
             ledger.steps_done += 1
         del order
         ledger.phase("evaluation", STEPS)
@@ -252,7 +254,7 @@ def engine_without_values(
         device=device,
         world_size=world.world_size,
     )
-    engine = engine_of(config, spec, start)
+    engine = engine_of(config, start)
     # For adapters, add_parts would only add a checksum of the base, which needs values.
     add_parts(dataclasses.replace(config, lora=None, lora_alpha=None, lora_targets=()), engine)
     return engine

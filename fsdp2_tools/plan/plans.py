@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from fsdp2.config import Config
-from fsdp2.parallel.names import FUSED
+from fsdp2.parallel import FUSED
 from fsdp2.run.preflight import check_model, check_world
 from fsdp2.run.process.runtime import World
 from fsdp2_tools.plan.device import Gpu, Term, beside_on_cpu, terms

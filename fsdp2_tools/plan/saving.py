@@ -29,7 +29,6 @@ from fsdp2.models.initial import slices_of
 from fsdp2.parallel.engine import Engine
 from fsdp2.parallel.meta import shared_names
 from fsdp2.parallel.shards import is_finite, local
-from fsdp2.run.directory.rundir import large
 from fsdp2.run.process.runtime import World
 from fsdp2_extra.allocations.timeline import Timeline
 from fsdp2_tools.plan.fake import Values
@@ -38,16 +37,11 @@ from fsdp2_tools.plan.fake_ledger import FakeLedger
 CHECKPOINT, FULL_MODEL, RESTORING, STARTING = "checkpoint", "full model", "restoring", "--init-from"
 
 
-def gathers_full_model(config: Config) -> bool:
-    """True if rank 0 gathers the full model; a larger one is written shard by shard. Builds the model on meta."""
-    return config.writes_full_model is not False and not large(config, config.spec)
-
-
 class Saving:
     """The saves of one rank, and their restoring.
 
     Args:
-        gathers: rank 0 gathers and writes a full model, as `gathers_full_model` says of `config`.
+        gathers: rank 0 gathers and writes a full model.
     """
 
     def __init__(self, config: Config, engine: Engine, world: World, ledger: FakeLedger, *, gathers: bool) -> None:
@@ -55,7 +49,7 @@ class Saving:
         self.gpu = not ledger.gloo  # then what is saved is copied to the CPU
         state = engine.state
         parts = {"progress": Progress(), "rng": RandomState(world.rank, torch.device("cpu"), config.tp), **engine.parts}
-        self.app = AppState(state["model"], state["optimizer"], parts, engine, engine.elsewhere)
+        self.app = AppState(state["model"], state["optimizer"], parts, engine, engine.not_saved)
         asynchronous = config.async_checkpoint is not None
         self._staging = Staging(engine.optimizer, torch.device("cpu")) if asynchronous else None
 

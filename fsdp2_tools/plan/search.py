@@ -10,7 +10,7 @@ from typing import Any
 from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import words_of
-from fsdp2.parallel.names import FUSED
+from fsdp2.parallel import FUSED
 from fsdp2_tools.plan.plans import Plan
 
 # What takes more memory and never less the further it stands in its line, and computes nothing again.

@@ -57,7 +57,7 @@ class Trial:
         if device.type == "cuda":
             before = torch.cuda.memory_allocated(device)  # by trials that share the memory
             torch.cuda.reset_peak_memory_stats(device)
-        self.engine = make_engine(config, config.spec, world, device, restoring=False)
+        self.engine = make_engine(config, world, device, restoring=False)
         # Dropout of the first steps is the same for all settings.
         runtime.seed_everything(config.seed, world.rank // config.tp)
         self.losses += [self._step() for _ in range(WARM_UP - RECORDED)]
@@ -89,7 +89,7 @@ class Trial:
     def _step(self) -> float:
         batch = self._batches[self._done % len(self._batches)]
         self._done += 1
-        _, values = train_step(self.engine, iter(batch), self.config.spec, self.config, self.world, [])
+        _, values = train_step(self.engine, iter(batch), self.config, self.world, [])
         return float(values[0])  # waits for the device
 
     def found(self) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def main(job: dict[str, Any]) -> None:
     runtime.set_threads(configs[0].threads, world)
     with process_group(world, device), process_settings(configs[0]):
         # The settings differ in how they compute alone, so the samples and their order are the same.
-        dataset = load_data(configs[0], configs[0].spec, world)
+        dataset = load_data(configs[0], world)
         trials: dict[int, Trial] = {}
         for number, config in enumerate(configs):
             if world.rank == 0:

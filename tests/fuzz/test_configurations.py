@@ -21,7 +21,7 @@ from fsdp2.options.errors import ConfigError, flag_of
 from fsdp2.options.parser import to_flags
 from fsdp2.options.values import switch
 from fsdp2.parallel.freeze import freeze
-from fsdp2.run import preflight, trained
+from fsdp2.run import preflight, start, trained
 from fsdp2.run.directory import rundir
 from fsdp2.run.process.runtime import World
 from fsdp2_extra.baselines.deepspeed_settings import settings
@@ -155,7 +155,7 @@ def holds(made: Config, folder: Path) -> None:
     refused(lambda: preflight.check_data(made), ConfigError)
     if "://" not in made.resume:  # which would ask a network
         store = rundir.RunDir(folder / "no-run").store
-        refused(lambda: preflight.find_checkpoint(made, store), ConfigError)
+        refused(lambda: start.find_origin(made, store), ConfigError)
 
 
 @given(command_lines())

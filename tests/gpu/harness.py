@@ -134,7 +134,7 @@ def rank() -> Iterator[tuple[runtime.World, torch.device]]:
 
 
 def engine(config: Config, world: runtime.World, device: torch.device) -> Engine:
-    return make_engine(config, config.spec, world, device, restoring=False)
+    return make_engine(config, world, device, restoring=False)
 
 
 def losses(events: Events) -> list[float]:

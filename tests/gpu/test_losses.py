@@ -11,7 +11,7 @@ import torch
 from fsdp2 import minimal
 from fsdp2.config import parse
 from fsdp2.data.loader import Batch
-from fsdp2.parallel.names import FLOAT8, FLOAT8_CAPABILITY
+from fsdp2.parallel import FLOAT8, FLOAT8_CAPABILITY
 from fsdp2.train import train_step
 from tests.gpu import harness
 from tests.gpu.harness import (
@@ -152,7 +152,7 @@ def _both_loops(steps: int) -> tuple[list[float], list[float]]:
             torch.distributed.all_reduce(loss)
             first.append(float(loss) / count)
         ours = engine(config, world, device)
-        second = [float(train_step(ours, iter([b]), spec, config, world, [])[1][0]) for b in batches]
+        second = [float(train_step(ours, iter([b]), config, world, [])[1][0]) for b in batches]
         return first, second
 
 

@@ -25,13 +25,12 @@ def _peaks(flags: list[str]) -> dict[str, int]:
     """Of the third step: its peak by the ledger and by the allocator, above what neither could know of before."""
     with rank() as (world, device):
         config = parse([*SIZE, f"--device={DEVICE}", *flags])
-        spec = config.spec
         made = engine(config, world, device)
         tokens = torch.randint(10_000, (config.batch_size, config.seq_len), device=device)
         batch = Batch(tokens, tokens, True, len(tokens), tokens.numel(), True)
 
         def step() -> None:
-            train_step(made, iter([batch]), spec, config, world, [])
+            train_step(made, iter([batch]), config, world, [])
 
         for _ in range(2):  # cuBLAS' workspaces and nccl's buffers, which stay
             step()

@@ -115,7 +115,7 @@ def flags(model: str, run: Path | str, *more: str) -> list[str]:
 def started(line: list[str]) -> dict[str, Any]:
     """The whole model as a run of this command line starts with it, see `contents`. To be run by `Ranks`."""
     config = parse(line)
-    engine = train.make_engine(config, config.spec, runtime.world(), torch.device("cpu"), restoring=False)
+    engine = train.make_engine(config, runtime.world(), torch.device("cpu"), restoring=False)
     return {
         **contents(engine.model),
         "state": dict(get_model_state_dict(engine.model, options=StateDictOptions(full_state_dict=True))),

@@ -73,7 +73,7 @@ def wanted(model: nn.Module, training: bool = True) -> dict[str, Tensor]:
 def gradients(line: list[str], training: bool = True) -> dict[str, Tensor]:
     """The same by a run's own model and engine, each gathered. To be run by `Ranks`."""
     config, world = parse(line), runtime.world()
-    engine = train.make_engine(config, config.spec, world, torch.device("cpu"), restoring=False)
+    engine = train.make_engine(config, world, torch.device("cpu"), restoring=False)
     inputs, targets = samples(config.spec.sizes["own"]["vocab_size"])
     share = world.share(config.tp, config.sp)
     each = SAMPLES // share.of

@@ -33,7 +33,7 @@ def _trained(flags: str) -> dict[str, Any]:
         ["--model=tests.others.own:sparse", "--dataset=random-tokens", "--device=cpu", "--lr=0.01", *flags.split()]
     )
     spec, world = config.spec, runtime.world()
-    engine = train.make_engine(config, spec, world, torch.device("cpu"), restoring=False)
+    engine = train.make_engine(config, world, torch.device("cpu"), restoring=False)
     losses, gradients = [], []
     for step in range(len(CALLED)):
         engine.begin_step()

@@ -27,7 +27,7 @@ def _generated(model: Any, prompts: torch.Tensor, **how: Any) -> list[list[int]]
 def _sharded(line: list[str], asked: list[tuple[list[torch.Tensor], dict[str, Any]]]) -> Any:
     """What a sharded model generates for each thing asked: a prompt for each rank, and how."""
     config = parse(line)
-    engine = train.make_engine(config, config.spec, runtime.world(), torch.device("cpu"), restoring=False)
+    engine = train.make_engine(config, runtime.world(), torch.device("cpu"), restoring=False)
     with engine.evaluating():
         return [_generated(engine.model, prompts[runtime.world().rank], **how) for prompts, how in asked]
 
@@ -54,7 +54,7 @@ def test_generate_gives_the_tokens_of_one_process(ranks: Ranks, tmp_path: Path, 
 def _scored(strategy: str) -> tuple[list[float], list[torch.Tensor]]:
     """What a method of a model's own gives, and the gradients of it."""
     config = parse(["--model=tests.others.own:words", f"--strategy={strategy}", "--device=cpu"])
-    engine = train.make_engine(config, config.spec, runtime.world(), torch.device("cpu"), restoring=False)
+    engine = train.make_engine(config, runtime.world(), torch.device("cpu"), restoring=False)
     scores = cast(Any, engine.model).scores(PROMPTS)
     scores.sum().backward()
     gradients = [one.grad for one in engine.model.parameters() if one.grad is not None]

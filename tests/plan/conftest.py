@@ -19,8 +19,9 @@ def _each_execution_once() -> Iterator[None]:
 
     @functools.wraps(original)
     def execute(config: Config, *rest: Any, **more: Any) -> executing.Execution:
-        # Where a run is kept and when it ends change nothing that is executed.
-        key = (dataclasses.replace(config, run_dir=None, memory_limit=None), rest, tuple(more.items()))
+        # When a run ends changes nothing that is executed, nor does its folder: at a URL rank 0 gathers a large model.
+        place = config.run_dir if "://" in (config.run_dir or "") else None
+        key = (dataclasses.replace(config, run_dir=place, memory_limit=None), rest, tuple(more.items()))
         if key not in done:
             done[key] = original(config, *rest, **more)
         return done[key]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fsdp2 import train
+from fsdp2.checkpoint import full_model
 from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.restore import restore
 from fsdp2.checkpoint.saver import save_now
@@ -57,6 +58,14 @@ def test_a_save_takes_what_is_planned(ranks: Ranks, tmp_path: Path, flags: str) 
     assert objects == pytest.approx(sent, rel=0.05)
 
 
+def test_a_large_model_is_gathered_at_a_url_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(full_model, "LARGEST_UNASKED", 1_000)
+    line = f"{LLAMA} --seed=2"  # of which no other test has a plan
+    assert FULL_MODEL not in planned(f"{line} --save-model --run-dir=runs/large").parts
+    assert FULL_MODEL not in planned(f"{line} --run-dir=memory://large").parts
+    assert FULL_MODEL in planned(f"{line} --save-model --run-dir=memory://large").parts
+
+
 def test_copies_of_a_save_in_the_background_are_there_in_later_steps(ranks: Ranks, tmp_path: Path) -> None:
     line = f"{LLAMA} --async-checkpoint --checkpoint-every=1 --no-save-model --threads=1 --device=cpu --max-steps=4"
     ranks.run(run_settled, [*line.split(), "--memory-snapshot", f"--run-dir={tmp_path}"])
@@ -73,7 +82,7 @@ def test_copies_of_a_save_in_the_background_are_there_in_later_steps(ranks: Rank
 def _restored(folder: str) -> tuple[int, int]:
     """The most bytes that a restore takes, and the largest piece of a file that it reads. In `Ranks`."""
     config, world = parse(LLAMA.split()), runtime.world()
-    engine = train.make_engine(config, config.spec, world, torch.device("cpu"), restoring=False)
+    engine = train.make_engine(config, world, torch.device("cpu"), restoring=False)
     store, app = Store(LocalFiles(Path(folder))), AppState(engine.model, engine.optimizer, engine.parts, engine)
     save_now(store, app, 1, keep=1)
     with Ledger() as ledger:
@@ -94,7 +103,7 @@ def test_a_restore_takes_what_is_planned(ranks: Ranks, tmp_path: Path) -> None:
 def _started(flags: str) -> int:
     """The most bytes while the weights to start from are loaded. In `Ranks`."""
     config, ledger = parse(flags.split()), Ledger()
-    real = initial_weights.StartWeights.__call__
+    real = initial_weights.LoadedWeights.__call__
 
     def counting(self: Any, model: Any) -> None:
         with ledger:
@@ -102,8 +111,8 @@ def _started(flags: str) -> int:
             real(self, model)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(initial_weights.StartWeights, "__call__", counting)
-        train.make_engine(config, config.spec, runtime.world(), torch.device("cpu"), restoring=False)
+        patch.setattr(initial_weights.LoadedWeights, "__call__", counting)
+        train.make_engine(config, runtime.world(), torch.device("cpu"), restoring=False)
     return ledger.peak_bytes
 
 

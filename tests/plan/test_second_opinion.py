@@ -50,7 +50,7 @@ def _tracked(config: Config) -> int:
             for step in range(2):
                 ledger = Ledger(fake=True)  # to be told what is data
                 microbatches = batches.microbatches(config, config.spec, world, ledger)
-                train_step(engine, microbatches, config.spec, config, world, [False, False])
+                train_step(engine, microbatches, config, world, [False, False])
                 if step == 0:
                     tracker.reset_mod_stats()  # the first lacks the optimizer's state
         (snapshot,) = tracker.get_tracker_snapshot("peak").values()

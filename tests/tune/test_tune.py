@@ -38,7 +38,7 @@ def _tried(*settings: str) -> list[dict[str, Any]]:
     configs = [parse([*SMALL, *flags.split()]) for flags in settings]
     world, device = runtime.world(), torch.device("cpu")
     with process_settings(configs[0]):
-        dataset = load_data(configs[0], configs[0].spec, world)
+        dataset = load_data(configs[0], world)
         trials = [Trial(config, dataset, world, device, peak=True) for config in configs]
         for _ in range(3):
             for trial in trials:

@@ -15,7 +15,7 @@ from fsdp2.options.errors import ConfigError
 from fsdp2.options.strategies import rules_of
 from fsdp2.parallel.freeze import freeze
 from fsdp2.parallel.optimizer import make_optimizer
-from fsdp2.run.initial_weights import elsewhere
+from fsdp2.run.initial_weights import not_saved
 from fsdp2.run.process.limits import free_memory
 from fsdp2.run.process.runtime import World
 from fsdp2.units import size
@@ -49,8 +49,8 @@ class Sizes:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     @cached_property
-    def averages(self) -> list[Tensor]:
-        """The optimizer's tensors: its counters of steps are left out."""
+    def optimizer_state(self) -> list[Tensor]:
+        """The optimizer's tensors, without its counters of steps."""
         # The fused kernels have no form for `meta`, and the same state.
         options = SimpleNamespace(**{**vars(self.config), "fused_optimizer": False})
         state = make_optimizer(options, self.model.parameters()).state.values()
@@ -59,9 +59,9 @@ class Sizes:
     @cached_property
     def saved(self) -> list[Tensor]:
         """A checkpoint's tensors: weights (of a run of adapters, these alone), the optimizer's, those of `--ema`."""
-        left_out = elsewhere(self.config)
+        left_out = not_saved(self.config)
         weights = [one for name, one in self.model.state_dict().items() if not left_out(name)]
-        return [*weights, *self.averages, *(self.trained if self.config.ema is not None else ())]
+        return [*weights, *self.optimizer_state, *(self.trained if self.config.ema is not None else ())]
 
 
 def pinned(count: int) -> int:
@@ -112,7 +112,7 @@ def memory_needs(config: Config, sizes: Sizes, world: World, *, on_gpu: bool, lo
         # FSDP2 pins parameters and gradients; the optimizer's own tensors aren't.
         taken = pinned if offloads and config.strategy == "fsdp2" else int
         what = "--cpu-offload" if offloads else "parameters, gradients and optimizer state"
-        always[what] = here(sizes.held, taken) + here(sizes.trained, taken) + here(sizes.averages)
+        always[what] = here(sizes.held, taken) + here(sizes.trained, taken) + here(sizes.optimizer_state)
         always[what] += here(sizes.trained) if config.ema is not None else 0
     if config.async_checkpoint is not None:
         pins = on_gpu and not offloads

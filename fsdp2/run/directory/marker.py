@@ -20,7 +20,6 @@ from torch import nn
 
 from fsdp2.checkpoint import meaning
 from fsdp2.config import Config
-from fsdp2.models.spec import ModelSpec
 from fsdp2.options.parser import to_flags
 
 
@@ -51,16 +50,16 @@ def shapes_of(model: nn.Module) -> dict[str, list[int]]:
     return {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
-def checkpoint_info(config: Config, world_size: int, spec: ModelSpec) -> dict[str, Any]:
+def checkpoint_info(config: Config, world_size: int) -> dict[str, Any]:
     """Make what a checkpoint's marker says beside its files."""
-    model = spec.described(config.model_size)
+    model = config.spec.described(config.model_size)
     return {
         "config": to_flags(config),
         "mesh": {"replicate": config.replicas, "shard": world_size // (config.replicas * config.tp), "tp": config.tp},
         "environment": environment(world_size),
         "model": shapes_of(model),  # another model is recognised before anything is loaded
         **{part: meaning.hashes(files) for part, files in kept_files(config).items()},
-        **_adapters(spec, config.model_size),
+        **_adapters(config),
     }
 
 
@@ -82,10 +81,10 @@ def kept_files(config: Config) -> dict[str, dict[str, bytes]]:
     return {meaning.PART: files, meaning.TOKENIZER: tokenizer_files(str(config.tokenizer))}
 
 
-def _adapters(spec: ModelSpec, size: str) -> dict[str, Any]:
+def _adapters(config: Config) -> dict[str, Any]:
     """The meaning of adapters: their scale isn't in their tensors."""
-    if spec.lora is None:
+    if config.spec.lora is None:
         return {}
     from fsdp2_extra.models import lora
 
-    return {"adapters": json.loads(spec.files(size)[lora.FILE])}
+    return {"adapters": json.loads(config.spec.files(config.model_size)[lora.FILE])}

@@ -1,4 +1,4 @@
-"""The room that a run needs late, looked for before anything is started: on disks for what it writes, and in memory.
+"""Refuse a run before it starts if disks or memory are too small for what it writes later.
 
 What depends on the data, such as the steps of an epoch, is left out: what is refused here can't fit.
 """
@@ -8,17 +8,19 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from torch import nn
 
+from fsdp2.checkpoint import full_model
 from fsdp2.checkpoint.disk import bytes_of, temporary_folder
 from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.directory.host_memory import Sizes, check_memory, memory_needs
-from fsdp2.run.directory.rundir import RunDir, large, too_large_unasked
+from fsdp2.run.directory.rundir import RunDir
 from fsdp2.run.process.runtime import World, pick_device
 from fsdp2.units import size
 
@@ -37,7 +39,7 @@ class Need:
 
 
 def saves_left(config: Config, done: int) -> int | None:
-    """Checkpoints that a run writes after so many steps, at least; None if only its data says how many."""
+    """The least number of checkpoints that a run writes after `done` steps; None if only its data says how many."""
     every, most = config.checkpoint_every, config.max_steps
     if every == "never" or (most is not None and done >= most):
         return 0
@@ -47,20 +49,21 @@ def saves_left(config: Config, done: int) -> int | None:
 
 
 def checkpoints_at_once(config: Config, there: Sequence[int] = (), done: int = 0) -> tuple[int, int]:
-    """The most checkpoints that lie in a run at once, and those that stay after the last save.
+    """The most checkpoints that lie in a run at once, and those that stay after the last save, as `Store.retain` does.
+
+    With `--max-steps 100 --checkpoint-every 10 --keep 3` these are (4, 3): the oldest goes when the newest is
+    committed. `--keep-every 20` keeps those of 20, 40 and 60 beside them: (7, 6).
 
     Args:
         there: steps of those that are there and stay until newer ones take their place, in order.
         done: steps that are done.
-
-    The oldest goes when the newest is committed, so for a while there is one more than `--keep`.
     """
     left, every, keep = saves_left(config, done), config.checkpoint_every, config.keep
     if left == 0:
         return len(there), len(there)
     count, for_good = keep + 1 if left is None else len(there) + left, 0
     if config.keep_every is not None:
-        # Old ones that later ones push out of `--keep`, and then new ones.
+        # Old ones that newer ones push out of `--keep`, and then new ones.
         pushed = there if left is None or left > keep else there[: max(0, len(there) + left - keep - 1)]
         for_good = sum(step % config.keep_every == 0 for step in pushed)
         if isinstance(every, int) and left is not None and config.max_steps is not None:
@@ -71,13 +74,33 @@ def checkpoints_at_once(config: Config, there: Sequence[int] = (), done: int = 0
     return most, min(most, keep + for_good)
 
 
+def large(config: Config) -> int | None:
+    """The bytes of a model's weights if they are too many for rank 0 to gather and write alone."""
+    needed = bytes_of(config.spec.described(config.model_size).state_dict())
+    return needed if needed > full_model.LARGEST_UNASKED else None
+
+
+def full_model_form(config: Config, *, remote: bool) -> Literal["none", "gathered", "sharded"]:
+    """How the full model is written: not at all, gathered by rank 0, or as safetensors by all ranks.
+
+    Args:
+        remote: the run is at a URL. Its local folder is another one on each node, so rank 0 has to have all of it.
+    """
+    if config.writes_full_model is False:
+        return "none"
+    if not large(config):
+        return "gathered"
+    if config.writes_full_model is None:
+        return "none"
+    return "gathered" if remote else "sharded"
+
+
 def full_model_bytes(config: Config, sizes: Sizes, *, remote: bool) -> int:
     """The most bytes that `full_model/` takes while it is written; 0 if it isn't."""
-    if config.writes_full_model is False or too_large_unasked(config, config.spec) is not None:
-        return 0
-    weights, optimizer = bytes_of(sizes.weights), bytes_of(sizes.averages)
-    if large(config, config.spec) and not remote:
-        return weights  # by all ranks, without the optimizer
+    weights, optimizer = bytes_of(sizes.weights), bytes_of(sizes.optimizer_state)
+    form = full_model_form(config, remote=remote)
+    if form != "gathered":
+        return weights if form == "sharded" else 0  # without the optimizer
     # Rank 0 collects what it writes in a file without a name: first the model, then beside it the optimizer.
     return max(2 * weights, weights + 2 * optimizer)
 
@@ -91,9 +114,13 @@ def run_directory(config: Config, run: RunDir, sizes: Sizes, stays: Iterable[int
     """
     full = full_model_bytes(config, sizes, remote=run.is_remote)
     if run.is_remote:
-        ways = ["set TMPDIR to a folder with more room", "start where there is more", "add --no-save-model"]
-        flag = f"--run-dir {config.run_dir}, {run.path}"
-        return Need(place=run.path, bytes=full, what="the full model, before it is uploaded", flag=flag, fixes=ways)
+        return Need(
+            place=run.path,
+            bytes=full,
+            what="the full model, before it is uploaded",
+            flag=f"--run-dir {config.run_dir}, {run.path}",
+            fixes=["set TMPDIR to a folder with more room", "start where there is more", "add --no-save-model"],
+        )
     there = sorted(stays)
     held = sum(bytes_below(run.path / "checkpoints" / f"step-{step:08d}") for step in there)
     one = bytes_of(sizes.saved)
@@ -108,32 +135,39 @@ def run_directory(config: Config, run: RunDir, sizes: Sizes, stays: Iterable[int
     return Need(place=run.path, bytes=max(0, needed - held), what=what, flag=f"--run-dir {run.path}", fixes=ways)
 
 
-def on_each_node(config: Config, run: RunDir | None, sizes: Sizes, world: World) -> list[Need]:
-    """Bytes that this node's ranks write beside the run directory.
+def on_each_node(config: Config, run: RunDir | None, sizes: Sizes, world: World) -> Iterator[Need]:
+    """List what this node's ranks write beside the run directory.
 
     Args:
         run: None where only rank 0 knows it.
     """
-    share, needs = min(1.0, world.local_world_size / world.world_size), list[Need]()
+    share = min(1.0, world.local_world_size / world.world_size)
     if run is not None and run.is_remote and config.saves:
-        one, place = round(share * bytes_of(sizes.saved)), Path(temporary_folder())
-        ways = ["set TMPDIR to a folder with more room", "start where there is more"]
-        what = "this node's part of a checkpoint, before it is uploaded"
-        flag = f"--run-dir {config.run_dir}, {place}"
-        needs.append(Need(place=place, bytes=one, what=what, flag=flag, fixes=ways))
+        place = Path(temporary_folder())
+        yield Need(
+            place=place,
+            bytes=round(share * bytes_of(sizes.saved)),
+            what="this node's part of a checkpoint, before it is uploaded",
+            flag=f"--run-dir {config.run_dir}, {place}",
+            fixes=["set TMPDIR to a folder with more room", "start where there is more"],
+        )
     if config.nvme_offload is not None:
-        state = round(share * bytes_of([sizes.trained, sizes.averages]))
-        place, what = Path(config.nvme_offload), "--nvme-offload: parameters and optimizer state"
-        ways = ["choose a folder on a larger disk"]
-        needs.append(Need(place=place, bytes=state, what=what, flag=f"--nvme-offload {place}", fixes=ways))
+        yield Need(
+            place=Path(config.nvme_offload),
+            bytes=round(share * bytes_of([sizes.trained, sizes.optimizer_state])),
+            what="--nvme-offload: parameters and optimizer state",
+            flag=f"--nvme-offload {Path(config.nvme_offload)}",
+            fixes=["choose a folder on a larger disk"],
+        )
     if config.memory_checkpoint is not None:
-        folder = None if run is None else SHARED_MEMORY / folder_of(run.place)
-        two = max(0, 2 * bytes_of(sizes.saved) - (0 if folder is None else bytes_below(folder)))
-        what = "--memory-checkpoint: two checkpoints, the newest and the next"
-        flag = f"--memory-checkpoint, in {SHARED_MEMORY}"
-        ways = ["give it more (docker run --shm-size)", "shard over more ranks", "drop --memory-checkpoint"]
-        needs.append(Need(place=SHARED_MEMORY, bytes=two, what=what, flag=flag, fixes=ways))
-    return needs
+        there = 0 if run is None else bytes_below(memory_folder(run.place))
+        yield Need(
+            place=SHARED_MEMORY,
+            bytes=max(0, 2 * bytes_of(sizes.saved) - there),
+            what="--memory-checkpoint: two checkpoints, the newest and the next",
+            flag=f"--memory-checkpoint, in {SHARED_MEMORY}",
+            fixes=["give it more (docker run --shm-size)", "shard over more ranks", "drop --memory-checkpoint"],
+        )
 
 
 def free_bytes(place: Path) -> tuple[int, int, Path] | None:
@@ -150,7 +184,7 @@ def free_bytes(place: Path) -> tuple[int, int, Path] | None:
         return None
 
 
-def check_disks(config: Config, needs: Iterable[Need]) -> None:
+def check_disks(needs: Iterable[Need]) -> None:
     """Raises ConfigError if a file system has less room than all that is to be written there."""
     by_device: dict[int, tuple[int, Path, list[Need]]] = {}
     for need in needs:
@@ -191,7 +225,7 @@ def check_room(
     """
     sizes = Sizes(config, model)
     needs = on_each_node(config, run, sizes, world)
-    check_disks(config, needs if run is None else [run_directory(config, run, sizes, stays, done), *needs])
+    check_disks(needs if run is None else [run_directory(config, run, sizes, stays, done), *needs])
     on_gpu = pick_device(config.device, world).type == "cuda"
     memory = memory_needs(config, sizes, world, on_gpu=on_gpu, loads_whole=loads_whole)
     return check_memory(config, memory, world)
@@ -202,6 +236,6 @@ def bytes_below(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
-def folder_of(place: str) -> str:
-    """The name of a run's folder in memory, by where its run directory is."""
-    return f"fsdp2-{os.getuid()}-{hashlib.sha256(place.encode()).hexdigest()[:12]}"
+def memory_folder(place: str, root: Path = SHARED_MEMORY) -> Path:
+    """A run's folder in memory, named by where its run directory is."""
+    return root / f"fsdp2-{os.getuid()}-{hashlib.sha256(place.encode()).hexdigest()[:12]}"

@@ -9,13 +9,11 @@ import re
 import time
 from pathlib import Path
 
-from fsdp2.checkpoint import full_model, meaning
-from fsdp2.checkpoint.disk import bytes_of
+from fsdp2.checkpoint import meaning
 from fsdp2.checkpoint.files import Files, LocalFiles, publish
 from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.store import INDEX, MARKER, DamagedCheckpoint, Store, read_marker, verify
 from fsdp2.config import Config
-from fsdp2.models.spec import ModelSpec
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import to_flags
 from fsdp2.run.directory.lock import WriterLock
@@ -61,8 +59,12 @@ class RunDir:
         wrong = [(path, "folder") for path in folders if os.path.lexists(path) and not path.is_dir()]
         files = [path for path in _entries(self.path) if _OURS.match(path.name)]
         files += [path for name in (full.name, "model", meaning.TOKENIZER) for path in _entries(self.path / name)]
-        wrong += [(path, "plain file") for path in files if path.is_symlink() or not _is_plain(path)]
-        for path, what in wrong:
+        for path in files:
+            # A tokenizer may have templates in a folder, whose name has no suffix.
+            if path.is_symlink() or not (path.is_file() or (path.is_dir() and not path.suffix)):
+                wrong.append((path, "plain file"))
+        if wrong:
+            path, what = wrong[0]
             raise ConfigError(f"--run-dir {self.place}: {path} isn't a {what}; move it away or choose another folder")
         for path in folders:  # the last save and the full model would find it out
             if path.is_dir() and not os.access(path, os.W_OK | os.X_OK):
@@ -83,7 +85,7 @@ class RunDir:
         if self.is_remote:
             from fsdp2_extra.remote.copies import upload_full_model
 
-            upload_full_model(*self._full_models())
+            upload_full_model(*self._local_and_remote())
 
     def fetch_full_model(self) -> None:
         """Copy a remote run's full model here, with the marker that vouches for it, unless it is here already.
@@ -95,7 +97,7 @@ class RunDir:
             return
         from fsdp2_extra.remote.copies import fetch_full_model, lacking
 
-        (here, there), name = self._full_models(), self.full_model.name
+        (here, there), name = self._local_and_remote(), self.full_model.name
         if (marker := lacking(here, there, name)) is not None:
             lock = WriterLock(self.path, flag="RUN")
             try:
@@ -103,20 +105,20 @@ class RunDir:
             finally:
                 lock.release()
 
-    def _full_models(self) -> tuple[LocalFiles, Files]:
-        """The folder of the full model here, and at a remote run's URL."""
+    def _local_and_remote(self) -> tuple[LocalFiles, Files]:
+        """The folder of the full model here, and at a remote run's URL; of a local run, both are the same."""
         return LocalFiles(self.full_model.parent), self.files.at(self.full_model.parent.name)
 
     def outdate_full_model(self) -> None:
         """Before training goes on: the full model is of an earlier state then, and has to be written again."""
-        for folder in self._full_models()[: 1 + self.is_remote]:
+        for folder in self._local_and_remote()[: 1 + self.is_remote]:
             if folder.size(MARKER) is not None:
                 folder.unlink(MARKER)
                 folder.fsync("")
 
     def has_full_model(self, step: int) -> bool:
         """Return whether the full model and optimizer are there, whole and both of this step."""
-        folder = self._full_models()[1]
+        folder = self._local_and_remote()[1]
         try:
             verify(folder, hashes=False)
             return bool(read_marker(folder)["step"] == step)
@@ -133,10 +135,6 @@ class RunDir:
 
 def _entries(folder: Path) -> list[Path]:
     return sorted(folder.iterdir()) if folder.is_dir() else []
-
-
-def _is_plain(path: Path) -> bool:
-    return path.is_file() or (path.is_dir() and not path.suffix)  # a tokenizer may have templates in a folder
 
 
 def _local_folder(url: str) -> Path:
@@ -157,14 +155,3 @@ def write_config(run: RunDir, config: Config, world_size: int) -> None:
     """config.json: the flags, which `--config` reads back, and the environment."""
     content = {"flags": to_flags(config), "environment": environment(world_size)}
     publish(LocalFiles(run.path), run.config.name, (json.dumps(content, indent=1) + "\n").encode())
-
-
-def too_large_unasked(config: Config, spec: ModelSpec) -> int | None:
-    """The bytes of a model's weights if they are too many for a full model, for which nobody asked."""
-    return large(config, spec) if config.writes_full_model is None else None
-
-
-def large(config: Config, spec: ModelSpec) -> int | None:
-    """The bytes of a model's weights if they are too many for rank 0 to gather and write alone."""
-    needed = bytes_of(spec.described(config.model_size).state_dict())
-    return needed if needed > full_model.LARGEST_UNASKED else None

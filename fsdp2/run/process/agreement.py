@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 import fsdp2
 from fsdp2.options.errors import ConfigError, shown, some
-from fsdp2.run.process.meeting import MEETINGS, meeting_point, parts
+from fsdp2.run.process.meeting import MEETINGS, meeting_point, spells
 from fsdp2.run.process.runtime import of_torchrun, world
 from fsdp2.units import tell
 
@@ -192,15 +192,15 @@ def _missing(store: dist.Store, ranks: Sequence[int], patience: timedelta, *, sa
         say: tell who is waited for.
     """
     keys = [f"agreement/{rank}" for rank in ranks]
-    for waited in parts(patience):
+    for spell in spells(patience):
         with suppress(dist.DistStoreError):
-            store.wait(keys, waited.more)
+            store.wait(keys, spell.more)
             return ""
         late = [rank for rank, key in zip(ranks, keys, strict=True) if not store.check([key])]
         if not late:  # the last of them has come in between
             return ""
-        line = f"rank{'s' if len(late) > 1 else ''} {some(late)}, not there for {waited.seconds:g} s"
-        if say and not waited.last:
+        line = f"rank{'s' if len(late) > 1 else ''} {some(late)}, not there for {spell.seconds:g} s"
+        if say and not spell.last:
             tell(f"waiting for {line}")
     return line
 

@@ -1,4 +1,4 @@
-"""Where ranks meet before they have a process group, and how they wait there for who comes late."""
+"""Where ranks meet before they have a process group, and how they wait there for late ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import socket
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache, partial
 from typing import NamedTuple
@@ -23,9 +22,10 @@ from fsdp2.units import tell
 LONG = timedelta(minutes=30)
 # How long a rank may take to come before the others say that they wait for it.
 SECONDS_IN_SILENCE = 60.0
+MEETINGS: defaultdict[tuple[str, int, str], Iterator[int]] = defaultdict(itertools.count)  # of this process
 
 
-class Waited(NamedTuple):
+class Spell(NamedTuple):
     """A part of a wait: how much longer, how long with it, and whether it is the last."""
 
     more: timedelta
@@ -33,12 +33,12 @@ class Waited(NamedTuple):
     last: bool
 
 
-def parts(patience: timedelta) -> list[Waited]:
-    """The parts of a wait. Between them, who waits says so."""
+def spells(patience: timedelta) -> list[Spell]:
+    """Divide a wait into spells. Between them, who waits says so."""
     silence, whole = timedelta(seconds=SECONDS_IN_SILENCE), patience.total_seconds()
     if patience <= silence:
-        return [Waited(patience, whole, last=True)]
-    return [Waited(silence, SECONDS_IN_SILENCE, last=False), Waited(patience - silence, whole, last=True)]
+        return [Spell(patience, whole, last=True)]
+    return [Spell(silence, SECONDS_IN_SILENCE, last=False), Spell(patience - silence, whole, last=True)]
 
 
 def meeting_point(world: World, seconds: float, purpose: str) -> dist.Store:
@@ -75,18 +75,8 @@ def _by_variables(world: World, seconds: float, purpose: str) -> dist.Store:
     require_address(address, say=world.local_rank == 0)
     of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serve = world.rank == 0 and not of_agent
-    with _port_refused():
-        store = _tcp_store(address, port, serve=serve, seconds=seconds, say=world.local_rank == 0)
-    # torchrun's store outlives a restart. Rank 0's is a new one each time; nodes that came later have counted fewer.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "") if of_agent else ""
-    return dist.PrefixStore(f"{attempt}/{purpose}/{next(MEETINGS[address, port, purpose])}", store)
-
-
-@contextmanager
-def _port_refused() -> Iterator[None]:
-    port = os.environ["MASTER_PORT"]
     try:
-        yield
+        store = _tcp_store(address, port, serve=serve, seconds=seconds, say=world.local_rank == 0)
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
@@ -94,26 +84,26 @@ def _port_refused() -> Iterator[None]:
             f"MASTER_PORT={port}: is taken on {socket.gethostname()}, where rank 0 has to listen; choose another port, "
             "or end the job that has it"
         ) from None
-
-
-MEETINGS: defaultdict[tuple[str, int, str], Iterator[int]] = defaultdict(itertools.count)  # of this process
+    # torchrun's store outlives a restart. Rank 0's is a new one each time; nodes that came later have counted fewer.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "") if of_agent else ""
+    return dist.PrefixStore(f"{attempt}/{purpose}/{next(MEETINGS[address, port, purpose])}", store)
 
 
 @cache  # alive until this process ends: meetings share a server, and others may still read
 def _tcp_store(address: str, port: int, *, serve: bool, seconds: float, say: bool = False) -> dist.TCPStore:
     make = partial(dist.TCPStore, address, port, None, serve, wait_for_workers=False, multi_tenant=port != 0)
-    for waited in parts(timedelta(seconds=seconds)):
+    for spell in spells(timedelta(seconds=seconds)):
         try:
-            store = make(timeout=waited.more)
+            store = make(timeout=spell.more)
             store.set_timeout(timedelta(seconds=seconds))
             return store
         except dist.DistNetworkError as error:
             if serve or "timed out" not in str(error):
                 raise
         why = (
-            f"nothing listens at port {port} for {waited.seconds:g} s, seen from {socket.gethostname()}; rank 0 isn't "
+            f"nothing listens at port {port} for {spell.seconds:g} s, seen from {socket.gethostname()}; rank 0 isn't "
             "started, or the port is blocked between the hosts"
         )
-        if say and not waited.last:
+        if say and not spell.last:
             tell(f"waiting for rank 0: MASTER_ADDR={address}: {why}")
     raise ConfigError(f"MASTER_ADDR={address}: {why}")

@@ -171,7 +171,7 @@ class Run:
         before, waited = Counter(self.watch.waits), streams.HOST.waits
         count = self.config.grad_accumulation
         parts = (self.batch(last=index == count - 1) for index in range(count))
-        facts, values = train_step(self.engine, parts, self.spec, self.config, self.world, votes)
+        facts, values = train_step(self.engine, parts, self.config, self.world, votes)
         self.log.add({"step": 1, "epoch": 0, **facts}, values)
         waits = self.watch.waits - before
         if streams.HOST.waits > waited:
@@ -309,7 +309,7 @@ def mixed() -> str:
         batch = run.batch()
         wrong = Batch(batch.inputs, torch.empty(4, dtype=torch.int64), True, 16, 16, True)
         try:
-            train_step(run.engine, iter([wrong]), run.spec, run.config, run.world, [False])
+            train_step(run.engine, iter([wrong]), run.config, run.world, [False])
         except RuntimeError as error:
             return str(error)
     return ""
