@@ -40,6 +40,13 @@ def library_loader(config: Config) -> Callable[..., Any] | None:
     return partial(spec.load, place, partial=config.init_partial)
 
 
+def by_torch(config: Config) -> bool:
+    """True if torch's API loads the weights to start from, a file of its own, and sends each whole from rank 0."""
+    place = str(config.weights)
+    is_file = "://" not in place and not Path(place).is_dir()  # a plan may be of one that isn't here
+    return config.dcp_api and not config.init_partial and is_file and not place.endswith(".safetensors")
+
+
 def _flag(config: Config) -> str:
     return f"--init-from {config.weights}" if config.init_from else f"--model {config.model}"
 
@@ -117,10 +124,9 @@ def load_into(model: nn.Module, config: Config) -> dict[str, Any]:
     targets = spec.base_weights(plain_names(model))
     tied = [list(spec.base_weights(group)) for group in shared_names(spec.described(config.model_size))]
     load = library_loader(config)
-    by_torch = config.dcp_api and not config.init_partial and Path(place).is_file()
     loaded, left_out = len(targets), list[str]()
     try:
-        if by_torch and not place.endswith(".safetensors"):
+        if by_torch(config):
             from fsdp2.checkpoint import full_dcp
 
             full_dcp.load_full_model_state(model, Path(place))

@@ -29,6 +29,7 @@ from fsdp2.models.initial import slices_of
 from fsdp2.parallel.engine import Engine
 from fsdp2.parallel.meta import shared_names
 from fsdp2.parallel.shards import is_finite, local
+from fsdp2.run.init_from import by_torch
 from fsdp2.run.process.runtime import World
 from fsdp2_extra.allocations.timeline import Timeline
 from fsdp2_tools.plan.fake import Values
@@ -127,7 +128,7 @@ def starting_from(config: Config, found: list[Timeline], step: int, values: Valu
     """Make a function that loads `--init-from`'s weights, or a model's own, and leaves its timeline in a list.
 
     Their names and dtypes are taken to be the model's. A rank reads its rows of one tensor at a time, as from a sharded
-    checkpoint; with `--dcp-api` torch sends each whole tensor of a .pt from rank 0.
+    checkpoint; with `--dcp-api` torch sends each whole tensor of its own file from rank 0.
     """
     # Here, where tensors aren't fake yet: peft moves its adapters, which fake tensors that are watched refuse.
     shared = shared_names(config.spec.on_meta(config.model_size))
@@ -139,7 +140,7 @@ def starting_from(config: Config, found: list[Timeline], step: int, values: Valu
             ledger.watch(model, {"parameters": model.parameters(), "buffers": model.buffers()})
             ledger.phase(STARTING, step)
             targets = config.spec.base_weights(plain_names(model))
-            if config.dcp_api and not config.init_partial and config.init_from and config.init_from.endswith(".pt"):
+            if by_torch(config):
                 if dist.get_rank():
                     return  # it holds a whole tensor at a time, and rank 0 the file's too
                 _send_whole(ledger, model, targets)
