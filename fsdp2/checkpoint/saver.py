@@ -39,7 +39,7 @@ class SaveFailed(RuntimeError):
 
 @dataclass
 class Outcome:
-    """How a save has ended."""
+    """The end of a save."""
 
     step: int
     seconds: float  # from the call to the commit
@@ -162,7 +162,7 @@ class Saver:
             self._removal.result()
 
     def not_removed(self) -> list[str]:
-        """Why old checkpoints could not be removed, on rank 0, as far as it is known; each reason once."""
+        """The reasons why old checkpoints could not be removed, on rank 0, as far as they are known; each once."""
         return [self._not_removed.popleft() for _ in range(len(self._not_removed))]
 
     def _staging_failed(self, staging: Staging, step: int) -> SaveFailed | None:

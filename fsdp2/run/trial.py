@@ -66,7 +66,7 @@ def piece_of_rank(config: Config, inputs: Any) -> Any:
 
 
 def place_in_piece(config: Config, piece: Any, place: int | None) -> int | None:
-    """How many tokens of this rank's piece stand before a place in the row."""
+    """The number of tokens of this rank's piece before a place in the row."""
     if config.sp == 1 or place is None:
         return place
     length = piece["input_ids"].shape[1]

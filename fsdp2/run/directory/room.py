@@ -81,7 +81,7 @@ def large(config: Config) -> int | None:
 
 
 def full_model_form(config: Config, *, remote: bool) -> Literal["none", "gathered", "sharded"]:
-    """How the full model is written: not at all, gathered by rank 0, or as safetensors by all ranks.
+    """The way in which the full model is written: not at all, gathered by rank 0, or as safetensors by all ranks.
 
     Args:
         remote: the run is at a URL. Its local folder is another one on each node, so rank 0 has to have all of it.

@@ -24,7 +24,7 @@ _OURS = re.compile(r"(config|deepspeed|memory|plan|tracking)\.json|metrics\.json
 
 
 class RunDir:
-    """Where the parts of one run are.
+    """The places of the parts of one run.
 
         config.json  metrics.jsonl  checkpoints/step-…/  full_model/full-model.pt
 
@@ -43,7 +43,7 @@ class RunDir:
 
     @property
     def full_weights(self) -> Path | None:
-        """Where the full model is, if it is there: full-model.pt, or the folder of safetensors."""
+        """The place of the full model, if it is there: full-model.pt, or the folder of safetensors."""
         if self.full_model.is_file():
             return self.full_model
         folder = self.full_model.parent

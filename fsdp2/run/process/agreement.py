@@ -186,7 +186,7 @@ def _by_store(
 
 
 def _missing(store: dist.Store, ranks: Sequence[int], patience: timedelta, *, say: bool) -> str:
-    """Which of these ranks don't come, "" if all do.
+    """Those of these ranks that don't come, "" if all do.
 
     Args:
         say: tell who is waited for.

@@ -1,4 +1,4 @@
-"""Where ranks meet before they have a process group, and how they wait there for late ranks."""
+"""The place where ranks meet before they have a process group, and wait for late ranks."""
 
 from __future__ import annotations
 
