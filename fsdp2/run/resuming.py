@@ -1,22 +1,17 @@
-"""A run that is resumed: which checkpoint `--resume` means, what of it has to fit, and its state restored."""
+"""A run that is resumed: which checkpoint `--resume` means, what of it has to fit, and what changes from there on."""
 
 from __future__ import annotations
 
-import inspect
 import math
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from torch import nn
 
 from fsdp2.checkpoint import meaning
 from fsdp2.checkpoint.files import Files, is_there
 from fsdp2.checkpoint.places import open_files
-from fsdp2.checkpoint.restore import read_fitting_weights, restore
-from fsdp2.checkpoint.state import HOW, AppState
 from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, Store, read_marker, require_metadata, says_finite, verify
 from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError, shown
@@ -24,12 +19,9 @@ from fsdp2.options.parser import files_at, to_flags
 from fsdp2.options.values import is_step
 from fsdp2.run.directory.marker import kept_files, shapes_of
 from fsdp2.run.directory.rundir import RunDir
-from fsdp2.run.job import Job, Origin
-from fsdp2.run.process.runtime import World, world
+from fsdp2.run.job import Origin
+from fsdp2.run.process.runtime import World
 from fsdp2.run.schedule import Length
-
-if TYPE_CHECKING:
-    from fsdp2.parallel.ema import Ema
 
 # Flags that a resumed run must share with its checkpoint, and what would go wrong otherwise.
 KEPT = {
@@ -216,73 +208,3 @@ def changed_files(config: Config, marker: Mapping[str, Any]) -> str | None:
         if found and (part != meaning.PART or name.startswith("hf:")):
             words.append(f"{', '.join(map(shown, found[:3]))} of {name}")
     return f"since the checkpoint {' and '.join(words)} changed" if words else None
-
-
-def restore_run(job: Job, app: AppState, average: Ema | None, *, hashes: bool) -> dict[str, Any]:
-    """Load the checkpoint that the job resumes from; `start.resume` says how. A collective call."""
-    origin, partly = job.origin, dict[str, Any]()
-    files, began, restored = open_files(str(origin.checkpoint)), time.perf_counter(), True
-    try:
-        if origin.partial:
-            partly["loaded"], partly["left_out"] = read_fitting_weights(app.model, files, hashes=hashes)
-        else:
-            restored = _restore_all(job, app, average, files, hashes=hashes)
-    except DamagedCheckpoint as error:
-        if origin.in_memory:
-            fix = "remove it there, and the run goes on from the run directory's newest"
-            raise ConfigError(f"--memory-checkpoint: the checkpoint is damaged: {error}; {fix}") from None
-        raise damaged(error) from None
-    except ValueError as error:
-        raise ConfigError(f"--resume: {files} can't be restored: {error}") from None
-    if partly and not partly["loaded"]:
-        raise ConfigError(
-            f"--resume-partial: no tensor of {origin.checkpoint} fits this model; "
-            "`python -m fsdp2.checkpoint show` lists its names and shapes"
-        )
-    return {"random_state_restored": restored, "restore_seconds": time.perf_counter() - began, **partly}
-
-
-def _restore_all(job: Job, app: AppState, average: Ema | None, files: Files, *, hashes: bool) -> bool:
-    """Restore the whole state; of an import, its settings of the optimizer count. Returns as `restore` does.
-
-    Raises DamagedCheckpoint and ValueError.
-    """
-    here, ours = world(), _settings(app.optimizer)
-    sharers = (here.local_rank, here.local_world_size) if job.origin.in_memory else None
-    restored = restore(files, app, hashes=hashes, sharers=sharers)
-    theirs, marker = _settings(app.optimizer), read_marker(files)
-    imported = marker.get("imported")
-    if imported and average is not None:
-        average.load_state_dict(average.weights)  # an import holds none: it begins with the weights that came
-    job.optimizer = {name: theirs[name] for name in ours if theirs[name] != ours[name]}
-    if changed := ", ".join(f"{name} {value}" for name, value in job.optimizer.items()):
-        if not imported and job.optimizer != marker.get("optimizer"):
-            raise DamagedCheckpoint(f"its optimizer has other settings than its flags: {changed}")
-        job.add_note(f"--resume: the import's settings of the optimizer count, not the flags': {changed}")
-    _require_possible(app.optimizer, ours, theirs)
-    return restored
-
-
-def _settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Name -> setting of the optimizer, without the rate, which is the schedule's, and without how it computes."""
-    found, several = dict[str, Any](), len(optimizer.param_groups) > 1
-    for number, group in enumerate(optimizer.param_groups):
-        for name, value in group.items():
-            if name not in ("params", "lr", "initial_lr", *HOW):
-                key = f"{name} of group {number}" if several else name
-                found[key] = list(value) if isinstance(value, tuple) else value
-    return found
-
-
-def _require_possible(optimizer: torch.optim.Optimizer, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
-    """Raise ValueError for settings that torch refuses where it makes an optimizer, or that need other state."""
-    makes = type(optimizer)
-    known = inspect.signature(makes).parameters.keys() - {"params", *HOW}
-    try:
-        for group in optimizer.param_groups if makes.__module__.startswith("torch.optim.") else ():
-            float(sum(value for value in group.values() if isinstance(value, int)))  # overflows here, not in a step
-            makes([torch.zeros(1)], **{name: group[name] for name in known & group.keys()})
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"an optimizer with its settings can't be made ({error})") from None
-    if wrong := [name for name in ours if name.startswith("amsgrad") and theirs[name] != ours[name]]:
-        raise ValueError(f"its optimizer has {wrong[0]} {theirs[wrong[0]]}, and no state for that")

@@ -146,7 +146,7 @@ def resume(job: Job, app: AppState, average: Ema | None, *, hashes: bool = True)
     """
     if job.origin.checkpoint is None:
         return {"random_state_restored": True}
-    from fsdp2.run.resuming import restore_run
+    from fsdp2.run.restoring import restore_run
 
     return restore_run(job, app, average, hashes=hashes)
 
