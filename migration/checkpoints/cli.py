@@ -23,6 +23,7 @@ from migration.checkpoints.origin import Choice
 from migration.checkpoints.prove import Differs
 from migration.checkpoints.resume_runs import RANKS, Task, compare_runs
 
+PAGE = "docs/migration-checkpoints.md"
 OF_THE_CODE = ("model", "model_size", "wrap", "loss", "prove", "optimizer_class")
 
 
@@ -71,7 +72,8 @@ def _run(given: argparse.Namespace) -> None:
         )
     done = convert(Path(given.source), given.out, choice)
     start = f"--init-from {given.out}" if done.narrow else _resume(given.out)
-    _print(*done.lines, f"next: torchrun --nproc_per_node 2 -m fsdp2.train {start}")
+    own = f"in a script of your own: dcp.load({{'app': state}}, checkpoint_id={str(done.target)!r}), as {PAGE} shows"
+    _print(*done.lines, own, f"next: torchrun --nproc_per_node 2 -m fsdp2.train {start}")
     proven = done.proof.line()
     if code is not None and steps:
         task = Task(code, *_optimizer(given, done), steps, Path(given.source), choice, done.target)

@@ -35,10 +35,10 @@ def faults(one: Record, several: Record) -> list[Fault]:
         if found := [Fault(*named) for rule in rules if (named := rule(one, several))]:
             return found
     if not alike:
-        raise Incomparable(
-            "in the first step all ranks together get other samples than one rank does; if the number of "
-            "samples differs, write each per-rank number in ARGS as its total in braces, such as --batch-size {64}"
-        )
+        why = "write each per-rank number in ARGS as its total in braces, such as --batch-size {64}"
+        if any(len(one.samples(by, 1)) == len(several.samples(by, 1)) for by in one.sources):
+            why = "each rank takes samples of its own, of its part of the data or by a seed of its rank: one rank can't"
+        raise Incomparable(f"in the first step all ranks together get other samples than one rank does; {why}")
     return []
 
 

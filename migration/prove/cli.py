@@ -40,7 +40,11 @@ def run(given: argparse.Namespace) -> int:
     ranks = checked("--nproc", given.nproc, whole(2 if given.against_one else 1, 64))
     steps = checked("--steps", given.steps, whole(1, 100_000))
     timeout = float(checked("--timeout", given.timeout, whole(1, 10**6)))
-    gpus = ranks if given.stand_in else 0
+    gpus = checked("--devices-per-node", given.devices_per_node or str(ranks), whole(1, ranks)) if given.stand_in else 0
+    if (given.devices_per_node and not given.stand_in) or (gpus and ranks % gpus):
+        raise ConfigError(
+            f"--devices-per-node {given.devices_per_node}: needs --stand-in and a divisor of --nproc {ranks}"
+        )
     kept = Path(given.keep) if given.keep else None
     if kept is not None and os.path.lexists(kept):
         raise ConfigError(f"--keep {kept}: exists; name a new folder")

@@ -30,6 +30,8 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--nproc", default="2", metavar="N", help="ranks (default: 2)")
     parser.add_argument("--steps", default="10", metavar="N", help="optimizer steps to record (default: 10)")
     parser.add_argument("--stand-in", action="store_true", help="run programs that ask for a GPU on the CPU")
+    few = "with --stand-in: devices that a node has, --nproc a multiple of it (default: --nproc, which is one node)"
+    parser.add_argument("--devices-per-node", metavar="N", help=few)
     parser.add_argument("--timeout", default="600", metavar="SECONDS", help="limit of each run (default: 600)")
     parser.add_argument("--json", action="store_true", help="print the verdict as one JSON object")
     parser.add_argument("--keep", metavar="FOLDER", help="keep records and outputs in this new folder")

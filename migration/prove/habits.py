@@ -154,5 +154,5 @@ def _dropout(_: Record, several: Record) -> Named:
 
 
 UNSYNCHRONISED: list[Rule] = [_unsynchronised]  # which leads to others
-HABITS: list[Rule] = [_schedule, _order, _evaluation, _frozen, _decayed_norms]
-NOTES: list[Rule] = [_dropout]  # most programs do so, and on average it changes nothing
+HABITS: list[Rule] = [_schedule, _order, _evaluation, _frozen]
+NOTES: list[Rule] = [_dropout, _decayed_norms]  # one rank does the same, or most programs do so

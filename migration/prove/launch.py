@@ -43,12 +43,13 @@ class Program:
     arguments: list[str]
     ranks: int
     timeout: float  # seconds
-    stand_in: int = 0  # GPUs that there seem to be, with the CPU in their place
+    stand_in: int = 0  # GPUs that each node seems to have, with the CPU in their place
     bare: bool = False  # one process without torchrun's variables, which starts its ranks by itself
 
     def record(self, folder: Path, **settings: Any) -> Record:
         """Run it in a new folder. Raises Failed. `settings`: see `rank.run`."""
         folder.mkdir()
+        print(f"prove: runs {self.script} on {self.ranks} rank{'s' * (self.ranks > 1)}", file=sys.stderr, flush=True)
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
         command = [sys.executable, "-c", START, json.dumps(self.settings(folder, settings))]
         processes = []
@@ -77,9 +78,10 @@ class Program:
 
     def _environment(self, rank: int, port: int) -> dict[str, str]:
         """Set torchrun's variables. The store is this process's, as under torchrun: no port can be taken meanwhile."""
-        own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.ranks, "LOCAL_WORLD_SIZE": self.ranks}
+        node, local = divmod(rank, here := self.stand_in or self.ranks)
+        own = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": self.ranks, "LOCAL_WORLD_SIZE": here}
         torchrun = {
-            "GROUP_RANK": 0,
+            "GROUP_RANK": node,
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
             "TORCHELASTIC_USE_AGENT_STORE": True,

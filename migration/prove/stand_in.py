@@ -111,16 +111,16 @@ def _module_to(theirs: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     return to
 
 
-def stand_in(rank: int, ranks: int) -> ExitStack:
-    """Until it is closed, this process seems to have a GPU."""
+def stand_in(rank: int, devices: int) -> ExitStack:
+    """Until it is closed, this process seems to have a GPU, on a node of so many."""
     stack = ExitStack()
     answers: dict[str, Any] = {
         **dict.fromkeys(ZERO.split(), 0),
         **dict.fromkeys(NOTHING.split()),
         **dict.fromkeys(EMPTY.split(), _Nothing),
         **dict.fromkeys(("is_available", "is_bf16_supported", "can_device_access_peer"), True),
-        "device_count": ranks,
-        **dict.fromkeys(("current_device", "current_device_index", "current_device_idx"), rank),
+        "device_count": devices,
+        **dict.fromkeys(("current_device", "current_device_index", "current_device_idx"), rank % devices),
         "current_accelerator": CPU,
         "is_current_stream_capturing": False,
         "get_device_name": PROPERTIES.name,
@@ -136,6 +136,8 @@ def stand_in(rank: int, ranks: int) -> ExitStack:
         if name in holder.__all__:
             known = answer if answer is _Nothing else lambda *_, answer=answer, **__: answer
             stack.enter_context(mock.patch.object(holder, name, known))
+    # FSDP1's HYBRID_SHARD makes a shard group of the devices of a node.
+    stack.enter_context(mock.patch.object(torch.cpu, "device_count", return_value=devices))
     stack.enter_context(_with(dist, "init_process_group", _set(backend="gloo", device_id=None)))
     stack.enter_context(_with(dist, "new_group", _set(backend="gloo", device_id=None)))
     stack.enter_context(_with(DeviceMesh, "__init__", _on_cpu("device_type")))

@@ -139,7 +139,10 @@ def _kept(reasons: list[Undecided]) -> str:
     first = reasons[0]
     source, span = first.module.source, first.module.span(first.node)
     found = make(str(source.path), source.place(span[0]), first.code, "", BLOCKS, first.why)
-    more = f", and {len(reasons) - 1} more" if len(reasons) > 1 else ""
+    also = [
+        make(str(r.module.path), r.module.source.place(r.module.span(r.node)[0]), r.code, "", BLOCKS) for r in reasons
+    ]
+    more = "".join(f"; {place}" for place in dict.fromkeys(f"{one.place} {one.code}" for one in also[1:]))
     return f"FSDP1's interface is kept, on FSDP2, since not all is plain: {found.place} {first.code} {first.why}{more}"
 
 

@@ -29,6 +29,7 @@ RESHARD = {"FULL_SHARD": "", "SHARD_GRAD_OP": "False"}
 SIZE = ("size_based_auto_wrap_policy", "default_auto_wrap_policy")
 # Policies, each with the argument that its classes are.
 BY_CLASS = {"ModuleWrapPolicy": "module_classes", "transformer_auto_wrap_policy": "transformer_layer_cls"}
+WRITE = "no argument of fully_shard is that: leave it out here, and do what it asks for where the model is made"
 META = re.compile(r"[\"']meta[\"']|init_empty_weights")
 
 
@@ -118,7 +119,7 @@ class Construction:
         made = Plan()
         for name in ELSEWHERE:
             if (node := self._given(name)) is not None:
-                raise self._undecided(code_of(name), "what it asks for is done where the model is made", node)
+                raise self._undecided(code_of(name), WRITE, node)
         if any(META.search(source.text) for source in self.rewriting.program.sources.values()):
             raise self._undecided("FC20", "a part may be on the meta device, and gets values as it is sharded")
         for name in DROPPED:

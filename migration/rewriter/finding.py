@@ -16,6 +16,7 @@ from migration.rewriter.symbols import BY_CODE
 DOCS = "docs/migration-options.md"
 IMPORTS = ("FC01", "FX07")
 LEVELS = {MOVED: "notice", KEPT: "notice", WAITS: "notice", MARKED: "warning", BLOCKS: "error"}
+MANY = {KEPT: "work as they are", WAITS: "wait for a decision"}
 SARIF_LEVELS = {outcome: level.replace("notice", "note") for outcome, level in LEVELS.items()}
 
 
@@ -83,6 +84,7 @@ def text(findings: Sequence[Finding], everything: bool = False) -> str:
     counts = [(sum(f.status == status for f in shown), status) for status in (BLOCKS, MARKED)]
     counts += [(len(imports), "import" + "s" * (len(imports) != 1))]
     others = [(sum(f.status == status for f in rest), status) for status in (MOVED, KEPT, WAITS)]
+    others = [(count, MANY.get(status, status) if count > 1 else status) for count, status in others]
     counts += others
     if hidden:
         last = max(place for place, (count, _) in enumerate(counts) if count)

@@ -41,7 +41,7 @@ class Rewriting:
     def known(self, node: cst.BaseExpression, module: Module, code: str) -> Leaf:
         """Raises Undecided where `only` knows none."""
         if (leaf := self.only(node, module)) is None:
-            raise Undecided(code, "it is decided elsewhere, or at run time", node, module)
+            raise Undecided(code, "it is decided elsewhere, or at run time: write one value in the call", node, module)
         return leaf
 
     def drop(self, node: cst.BaseExpression, module: Module) -> None:

@@ -19,6 +19,7 @@ from migration.rewriter.source import INTERFACE
 from tests.harness import Ranks
 from tests.migrate.fsdp1_cases import CASES
 from tests.migrate.fsdp1_models import build, fsdp1_broadcasts_on_a_cpu, real, train
+from tests.rewriter.test_commands import run
 from tests.rewriter.test_rules import put_interface
 
 
@@ -203,3 +204,16 @@ def test_what_a_library_shards_hides_no_class_that_is_derived(tmp_path: Path) ->
     (tmp_path / "ask.py").write_text(text)
     result = rewrite(load([str(tmp_path)])[0])
     assert [each.shown for each in result.account if each.code == "FC36"] == ["Mine", "Mine"]
+
+
+def test_all_that_is_not_plain_is_listed_by_both_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(
+        "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP\n\n\ndef make(net, own, given):\n"
+        "    other = FSDP(net, mixed_precision=given)\n    return other, FSDP(own, ignored_modules=[own.head])\n"
+    )
+    for command in ("check", "rewrite"):
+        run(command, path)
+        said = capsys.readouterr().err
+        assert f"not all is plain: {path}:5:39 FA07 it is decided elsewhere, or at run time: write one value" in said
+        assert f"; {path}:6:45 FA08" in said

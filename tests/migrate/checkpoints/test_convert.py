@@ -65,6 +65,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(
 ) -> None:
     out = tmp_path / "new" / "checkpoints" / f"step-{STEPS:08d}"
     status, printed = cli(flat.folder / "sharded", out)
+    assert "in a script of your own: dcp.load({'app': state}" in printed
     assert (status, f"next: torchrun --nproc_per_node 2 -m fsdp2.train --run-dir {tmp_path / 'new'}\n" in printed) == (
         0,
         True,

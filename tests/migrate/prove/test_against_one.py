@@ -32,7 +32,10 @@ def test_the_fault_is_named_and_none_without_it(ranks: Ranks, tmp_path: Path, ki
     alone, several = (InPool(script, [], count, 60, pool=ranks) for count in (1, 2))
     found = against_one(alone, several, 8, tmp_path)
     print(found.text())
-    assert [fault.kind for fault in found.faults] == ([FAULTS[name][0]] if kind == "faulty" else [])
+    named = [FAULTS[name][0]] if kind == "faulty" else []
+    noted = [one for one in named if one == "decayed-norms"]  # as on one rank, so that nothing differs
+    assert [fault.kind for fault in found.faults] == [one for one in named if one not in noted]
+    assert [note.kind for note in found.notes if note.kind != "same-dropout"] == noted
 
 
 def test_every_program_is_tried() -> None:
@@ -78,8 +81,9 @@ def test_equal_masks_are_said_and_are_no_fault(ranks: Ranks, tmp_path: Path, see
 @pytest.mark.parametrize(
     ("batches", "loss", "why"),
     [
-        ("DataLoader(data.chunk(world)[rank], batch_size=4)", "", "get other samples"),  # its own half of them
-        ("[data[torch.randint(64, (8 // world,))] for _ in range(4)]", "", "get other samples"),
+        ("DataLoader(data.chunk(world)[rank], batch_size=4)", "", "each rank takes samples of its own"),
+        ("[data[torch.randint(64, (4,))] for _ in range(4)]", "", "such as --batch-size"),
+        ("[data[torch.randint(64, (8 // world,))] for _ in range(4)]", "", "each rank takes samples of its own"),
         (f"(one + 0.1 * torch.randn_like(one) for one in {SAMPLED})", "", "draws random numbers"),
         (SAMPLED, "+ torch.randn(3)", "draws random numbers"),
         (SAMPLED.replace("data,", "[one + 0.1 * torch.randn(6) for one in data],"), "", "the values of samples differ"),

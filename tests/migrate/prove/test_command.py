@@ -33,6 +33,8 @@ def test_two_programs_from_the_command_line(tmp_path: Path) -> None:
     ended = prove(*words)
     found = json.loads(ended.stdout)
     assert (ended.returncode, found["verdict"]) == (1, "different")
+    said = [f"prove: runs {PAIR / name} on 2 ranks" for name in ("before.py", "after.py")]
+    assert [line for line in ended.stderr.splitlines() if line.startswith("prove: runs")] == said
     assert found["first"]["name"] == "lr of group 0"
     assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["after", "before"]
 
@@ -81,6 +83,8 @@ def test_a_program_without_a_step(ranks: Ranks, tmp_path: Path) -> None:
         ([__file__, "missing.py"], "there is no such file"),
         ([__file__, __file__, "--nproc", "0"], "--nproc"),
         (["--against-one", __file__, "--nproc", "1"], "--nproc"),
+        ([__file__, __file__, "--stand-in", "--nproc", "4", "--devices-per-node", "3"], "a divisor of --nproc 4"),
+        ([__file__, __file__, "--devices-per-node", "2"], "needs --stand-in"),
         ([__file__, __file__, "--keep", str(PAIR)], "exists; name a new folder"),
         (["--against-one", __file__, "--", "--batch-size", "{3}"], "isn't divisible by 2 ranks"),
     ],

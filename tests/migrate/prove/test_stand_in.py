@@ -8,9 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from migration.prove.cli import text, two
+from migration.prove.launch import Program
 from migration.prove.stand_in import stand_in
 from tests.harness import Ranks
 from tests.migrate.prove.in_pool import InPool
@@ -102,3 +104,34 @@ def test_torch_answers_for_the_driver() -> None:
         unanswered = {name for name, one in functions.items() if inspect.isroutine(one) and needs_a_driver(one)}
     # Handles of CUDA's own libraries.
     assert unanswered == {"cudart", "current_blas_handle", "current_solver_handle", "get_stream_from_external"}
+
+
+HYBRID = """
+import torch, torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+dist.init_process_group("nccl")
+torch.manual_seed(0)
+layers, wrapped = torch.nn.Sequential(torch.nn.Linear(4, 2)), ModuleWrapPolicy({torch.nn.Linear})
+hybrid = ShardingStrategy.HYBRID_SHARD
+model = FSDP(layers.cuda(), auto_wrap_policy=wrapped, sharding_strategy=hybrid, use_orig_params=True)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+model(torch.ones(2, 4)).sum().backward()
+optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_node_has_as_many_devices_as_are_asked_for(ranks: Ranks, tmp_path: Path, devices: int) -> None:
+    """So that FSDP1's HYBRID_SHARD has the shards that it has on GPUs."""
+    script = tmp_path / "hybrid.py"
+    script.write_text(HYBRID)
+    record = InPool(script, [], 2, 60, stand_in=devices, pool=ranks).record(tmp_path / "record", steps=1)
+    assert bool(record.facts()["apart"]) == (devices == 1)
+
+
+def test_ranks_stand_on_nodes() -> None:
+    given = Program(Path("a.py"), [], 4, 60, stand_in=2)._environment(3, 1)
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+    assert [given[name] for name in names] == ["3", "4", "1", "2", "1"]
