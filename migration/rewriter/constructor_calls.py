@@ -1,5 +1,4 @@
-"""One call of FullyShardedDataParallel as calls of fully_shard, where it says its options itself: all of it, or
-Undecided and nothing."""
+"""One call of FullyShardedDataParallel that says its options as calls of fully_shard: all of it, or Undecided."""
 
 from __future__ import annotations
 

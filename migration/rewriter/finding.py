@@ -22,8 +22,7 @@ SARIF_LEVELS = {outcome: level.replace("notice", "note") for outcome, level in L
 
 @dataclass(frozen=True, order=True)
 class Finding:
-    """One use of FSDP1, and what `rewrite` makes of it. Lines and columns from 1; in a notebook, of the cell, which is
-    counted from 1 too."""
+    """One use of FSDP1, and what `rewrite` makes of it. Lines, columns and the cells of a notebook count from 1."""
 
     file: str
     cell: int | None

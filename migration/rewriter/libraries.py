@@ -28,10 +28,7 @@ def imported(program: Program, modules: list[Module]) -> set[str]:
 
 def told(program: Program, calls: bool, module: Module, node: cst.Call) -> Iterator[tuple[str, cst.CSTNode, str]]:
     """The rows about a call by which a library gets a model or is told how to shard it, with the place, and its words.
-
-    Args:
-        calls: the program makes models of FSDP1 itself, so that accelerate may have other uses.
-    """
+    `calls`: the program makes models of FSDP1 itself, so that accelerate may have other uses."""
     name = last_name(node.func) or ""
     given = {arg.keyword.value: arg for arg in node.args if arg.keyword is not None}
     if name.endswith("TrainingArguments"):

@@ -214,8 +214,7 @@ def _summon(scene: Scene, module: Module, node: cst.Call) -> None:
 
 
 def optimizers_before(module: Module, node: cst.Call) -> list[cst.Call]:
-    """Optimizers of the model of a construction that stand above it in its function: fully_shard puts other parameters
-    in the place of those that they hold."""
+    """Optimizers of a model that are made above its construction: fully_shard puts other parameters in its place."""
     model, start = module.code(node.args[0].value) if node.args else "", module.span(node)[0]
     given = re.compile(rf"(?<![\w.]){re.escape(model)}\.(named_)?parameters\(")
     return [

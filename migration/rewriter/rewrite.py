@@ -18,7 +18,6 @@ from migration.rewriter import (
     imports,
     interface,
     libraries,
-    marks,
     methods,
     names,
     statedicts,
@@ -27,6 +26,7 @@ from migration.rewriter.account import Entry
 from migration.rewriter.constructor_calls import ORDER, code_of, constructions, meta_calls, named
 from migration.rewriter.edits import KEPT, MOVED, WAITS, Edits, Undecided
 from migration.rewriter.emit import make
+from migration.rewriter.finding import DOCS
 from migration.rewriter.flow import Flow
 from migration.rewriter.module import Module
 from migration.rewriter.program import Program
@@ -34,6 +34,8 @@ from migration.rewriter.rewriting import Rewriting
 from migration.rewriter.scene import Scene
 from migration.rewriter.source import Source
 from migration.rewriter.symbols import CLASS
+
+MARK = "# fsdp2:"
 
 
 @dataclass
@@ -91,7 +93,7 @@ def rewrite(program: Program, *, texts: bool = True) -> Result:
         result.faults += faults.suspected(way.scene, way.modules)
         for module in way.modules if texts else ():
             edits = Edits(module) if stays else way.scene.edits(module)
-            marks.put(edits, [problem for problem in problems if problem.module is module])
+            _mark(edits, [problem for problem in problems if problem.module is module])
             if stays and not edits.changed:
                 continue
             path, plain_here = module.file, not stays and way.home is None
@@ -250,3 +252,46 @@ def diff(path: Path, before: str, after: str, where: str = "") -> str:
         if not line.endswith("\n"):
             made.append("\\ No newline at end of file\n")
     return "".join(made)
+
+
+def _mark(edits: Edits, problems: list[Undecided]) -> None:
+    """Put comments that say what is left to decide above the statements. Putting them twice adds nothing."""
+    module = edits.module
+    wanted: dict[int, tuple[cst.CSTNode, list[str]]] = {}
+    for problem in problems:
+        statement = _statement(edits, problem.node)
+        if statement is None:
+            continue
+        why = " ".join(problem.why.split())
+        line = f"{MARK} {problem.code} {why} ({DOCS}#{problem.code.lower()})"
+        lines = wanted.setdefault(id(statement), (statement, []))[1]
+        said = any(known.split(" ", 3)[3].rpartition(" (")[0] == why for known in lines)
+        if not said and not _marked(edits, statement, problem.code):
+            lines.append(line)
+    for statement, lines in wanted.values():
+        if lines:
+            at = module.line_span(statement)[0]
+            if isinstance(statement, (cst.FunctionDef, cst.ClassDef)) and statement.decorators:
+                at = module.line_span(statement.decorators[0])[0]
+            text = edits.indented("\n".join(lines), module.indent(statement))
+            edits.replace((at, at), text)
+
+
+def _marked(edits: Edits, statement: cst.CSTNode, code: str) -> bool:
+    """Return whether the comments above a statement already have a code."""
+    text = edits.module.text[: edits.module.line_span(statement)[0]]
+    for line in reversed(text.splitlines()):
+        if not line.strip().startswith("#"):
+            return False
+        if line.strip().startswith(f"{MARK} {code} "):
+            return True
+    return False
+
+
+def _statement(edits: Edits, node: cst.CSTNode) -> cst.CSTNode | None:
+    """The statement with a line of its own; of a compound one, its head."""
+    found = edits.module.statement(node)
+    # `else` and `elif` have no line above them that a comment could stand in.
+    while isinstance(found, cst.If) and isinstance(edits.module.parent(found), cst.If):
+        found = edits.module.statement(edits.module.parent(found) or found)
+    return found
