@@ -34,24 +34,102 @@ def test_torchrun_waits_as_long_as_the_scripts_say(monkeypatch: pytest.MonkeyPat
     assert config.shutdown_timeout == 110
 
 
-@pytest.mark.parametrize(("flags", "queued"), [("--checkpoint-every=never", False), ("--checkpoint-every 9", True)])
-def test_a_job_with_nothing_to_go_on_from_is_not_queued_again(tmp_path: Path, flags: str, queued: bool) -> None:
-    """SLURM's programs are stand-ins: srun says that it runs, and ends when scancel is called."""
-    over, asked = tmp_path / "over", tmp_path / "asked"
-    for name, body in (
-        ("srun", f"echo running; while [[ ! -e {over} ]]; do sleep 0.05; done; exit 1"),
-        ("scancel", f"touch {over}"),
-        ("scontrol", f"touch {asked}"),
-    ):
-        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
-        (tmp_path / name).chmod(0o755)
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "1", "SLURM_NNODES": "1"}
-    script = ["bash", str(FOLDER / "slurm.sbatch"), *flags.split()]
-    with subprocess.Popen(script, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
-        assert job.stdout is not None
-        assert job.stdout.readline() == "running\n"
-        job.send_signal(signal.SIGUSR1)
-        out, err = job.communicate(timeout=60)
-    assert (job.returncode, asked.exists()) == ((0, True) if queued else (1, False)), (out, err)
-    assert ("goes on from its newest checkpoint" in out) == queued
-    assert ("isn't queued again" in err) == (not queued)
+SRUN = """\
+if [[ ${@: -1} == hostname ]]; then echo first; exit; fi
+printf '%s|' "$@" MASTER_ADDR=$MASTER_ADDR CPUS=${SRUN_CPUS_PER_TASK:-} GLOO=${GLOO_SOCKET_IFNAME:-}; echo
+while [[ ! -e $OVER ]]; do sleep 0.05; done
+[[ -z $SAVES ]] || { mkdir -p "$SAVES"; touch "$SAVES/COMMIT.json"; }
+exit "${STATUS:-1}"
+"""
+
+
+class Job:
+    """A job whose SLURM is a stand-in: srun says what it is asked for, and ends when scancel is called."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.over, self.asked = folder, folder / "over", folder / "asked"
+        for name, body in (("srun", SRUN), ("scancel", f"touch {self.over}"), ("scontrol", f"touch {self.asked}")):
+            (folder / name).write_text(f"#!/bin/bash\n{body}\n")
+            (folder / name).chmod(0o755)
+
+    def run(self, *flags: str, saves: str = "", ends: bool = False, **variables: str) -> tuple[int, str, str]:
+        """Its status and what it prints. `saves`: the checkpoint that it leaves. `ends`: by itself, before its time."""
+        given = {"SLURM_JOB_ID": "1", "SLURM_NNODES": "1", "SLURM_NODEID": "0", "OVER": str(self.over), "SAVES": saves}
+        for left in (self.over, self.asked):
+            left.unlink(missing_ok=True)
+        if ends:
+            self.over.touch()
+        environment = {**os.environ, "PATH": f"{self.folder}:{os.environ['PATH']}", **given, **variables}
+        script = ["bash", str(FOLDER / "slurm.sbatch"), *flags]
+        with subprocess.Popen(
+            script, env=environment, cwd=self.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as job:
+            assert job.stdout is not None
+            first = job.stdout.readline()
+            if first and not ends:
+                job.send_signal(signal.SIGUSR1)
+            out, err = job.communicate(timeout=60)
+        return job.returncode, first + out, err
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return Job(tmp_path)
+
+
+def test_a_job_whose_time_is_over_is_queued_again_if_it_has_got_on(job: Job, tmp_path: Path) -> None:
+    new = str(tmp_path / "a run" / "checkpoints" / "step-00000002")
+    status, out, _ = job.run("--run-dir", "a run", saves=new)
+    assert (status, job.asked.exists()) == (0, True)
+    assert "the time is over; job 1 is in the queue again and goes on from its newest checkpoint" in out
+    status, _, err = job.run("--run-dir=a run", saves=new)  # what was there before
+    assert (status, job.asked.exists()) == (1, False)
+    assert "no checkpoint is newer than this start of the job, so it isn't queued again" in err
+    assert job.run("--run-dir=s3://bucket/run")[0] == 0, "a bucket isn't looked into"
+
+
+@pytest.mark.parametrize(
+    ("retries", "restarts", "saves", "queued"),
+    [("0", "0", True, False), ("2", "0", True, True), ("2", "2", True, False), ("2", "0", False, False)],
+)
+def test_a_job_that_fails_is_queued_again_as_often_as_asked_for(
+    job: Job, tmp_path: Path, retries: str, restarts: str, saves: bool, queued: bool
+) -> None:
+    new = str(tmp_path / "run" / "checkpoints" / "step-00000002") if saves else ""
+    asked = {"RETRIES": retries, "SLURM_RESTART_COUNT": restarts, "STATUS": "3"}
+    status, out, err = job.run("--run-dir=run", saves=new, ends=True, **asked)
+    assert job.asked.exists() == queued, (out, err)
+    assert status == (0 if queued else 1 if retries == "2" and restarts == "0" else 3)
+
+
+def test_where_a_run_began_is_for_its_first_start(job: Job, tmp_path: Path) -> None:
+    flags = ("--run-dir=run", "--resume=elsewhere/step-00000009")
+    assert "--resume=auto" not in job.run(*flags, SLURM_RESTART_COUNT="1")[1]
+    (tmp_path / "run" / "checkpoints" / "step-00000012").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "step-00000012" / "COMMIT.json").touch()
+    assert "--resume=auto" not in job.run(*flags)[1]
+    assert "|--resume=elsewhere/step-00000009|--resume=auto|" in job.run(*flags, SLURM_RESTART_COUNT="1")[1]
+
+
+def test_what_a_job_is_given_by_the_environment(job: Job) -> None:
+    _, out, _ = job.run("--run-dir=runs/a-%a", "--seed", "%a", SLURM_ARRAY_TASK_ID="7", SLURM_CPUS_PER_TASK="8")
+    assert "|-m|fsdp2.train|--run-dir=runs/a-7|--seed|7|" in out
+    assert "|CPUS=8|GLOO=|" in out
+    _, out, _ = job.run("OUT", PROGRAM="examples/dpo.py DIR", CONTAINER="apptainer exec --nv IMAGE", INTERFACE="eth1")
+    assert out.startswith("--kill-on-bad-exit=1|apptainer|exec|--nv|IMAGE|torchrun|")
+    assert "|examples/dpo.py|DIR|OUT|" in out
+    assert "|CPUS=|GLOO=eth1|" in out
+    assert "|MASTER_ADDR=first|" in job.run("--run-dir=run", SLURM_NODEID="")[1], "salloc's shell is elsewhere"
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables", "line"),
+    [
+        (["--model=vit"], {}, "no --run-dir: give one that all nodes see"),
+        (["--run-dir=run"], {"SLURM_JOB_ID": ""}, "there is no job of SLURM here; give sbatch in front"),
+    ],
+)
+def test_what_a_job_needs(job: Job, flags: list[str], variables: dict[str, str], line: str) -> None:
+    status, out, err = job.run(*flags, **variables)
+    assert (status, out) == (2, "")
+    assert f"slurm.sbatch: error: {line}" in err

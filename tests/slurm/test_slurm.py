@@ -44,6 +44,7 @@ def test_the_script_starts_one_run_of_all_tasks(tmp_path: Path, tasks: int) -> N
     environment = {
         "PATH": f"{tmp_path / 'bin'}:{python_environment()['PATH']}",
         "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_NODEID": "0",
         "SLURM_NNODES": str(2 // tasks),
         "SLURM_NTASKS": "2",
         "SLURM_NTASKS_PER_NODE": str(tasks),
