@@ -195,6 +195,26 @@ def test_gamma_counts_epochs_where_a_step_has_become_smaller() -> None:
     assert [schedule.factor(config, step, ended) for step in (6, 11, 12)] == [0.25, 0.25, 0.125]
 
 
+def test_a_rate_or_a_count_that_is_not_of_the_schedule_is_told() -> None:
+    """What a checkpoint says of them, others may have written."""
+
+    def restored(config: Config, **state: Any) -> Schedule:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=config.lr)
+        one = Schedule(config, optimizer, place(4, epoch=2))
+        one.scheduler.last_epoch = state["last_epoch"]
+        optimizer.param_groups[0]["lr"] = state.get("lr", config.lr)
+        return one
+
+    config, before = Config(gamma=0.7, lr=1.0, epochs=4), Length(4, None, 1)
+    assert restored(config, last_epoch=3, lr=1.0 * 0.7 * 0.7 * 0.7).go_on(12, before) is None
+    said = restored(config, last_epoch=3, lr=300.0).go_on(12, before)
+    assert said == "--schedule step goes on from the checkpoint's learning rate 300; another schedule begins with --lr"
+    cosine = Config(schedule="cosine", epochs=4)
+    assert restored(cosine, last_epoch=8).go_on(8, before) is None
+    with pytest.raises(ConfigError, match="schedule counts 4611686018427387904 steps, and its run has done 8"):
+        restored(cosine, last_epoch=2**62).go_on(8, before)
+
+
 @pytest.mark.parametrize(
     "flags", [{}, {"epochs": 2, "batch-size": "x", "grad-accumulation": 1}, {"epochs": 0, "global-batch-size": 4}]
 )

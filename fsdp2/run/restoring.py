@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from fsdp2.checkpoint.files import Files
 from fsdp2.checkpoint.places import open_files
@@ -89,5 +90,8 @@ def _require_possible(optimizer: torch.optim.Optimizer, ours: Mapping[str, Any],
             makes([torch.zeros(1)], **{name: group[name] for name in known & group.keys()})
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"an optimizer with its settings can't be made ({error})") from None
+    counts = [state["step"].cpu() for state in optimizer.state.values() if isinstance(state.get("step"), Tensor)]
+    if counts and not torch.stack(counts).min() >= 0:  # NaN isn't either
+        raise ValueError(f"its optimizer has counted {torch.stack(counts).min():g} steps of a weight")
     if wrong := [name for name in ours if name.startswith("amsgrad") and theirs[name] != ours[name]]:
         raise ValueError(f"its optimizer has {wrong[0]} {theirs[wrong[0]]}, and no state for that")

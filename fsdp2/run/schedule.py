@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, StepLR
 
 from fsdp2.config import Config
 from fsdp2.data.loader import Batches
+from fsdp2.options.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -90,22 +91,33 @@ class Schedule:
             self.scheduler = LambdaLR(optimizer, lambda step: factor(config, step, self.course))
 
     def go_on(self, trained: int, before: Length | None) -> str | None:
-        """Take up the course that a restored run has from here on; what to say if its length changed.
+        """Take up the course that a restored run has from here on; what to say if its length or its rates changed.
 
         The rate of the next step may be another than the checkpoint's, which was that of the earlier course.
 
         Args:
             trained: optimizer steps that the run has done.
             before: of the run that wrote the checkpoint, if it is known.
+
+        Raises ConfigError for a schedule that counts more steps than were done.
         """
         name, step = self._config.schedule, self.scheduler.last_epoch
+        if not self._by_epoch and step > trained:
+            raise ConfigError(
+                f"--resume: the checkpoint's schedule counts {step} steps, and its run has done {trained}"
+            )
         self.course = course(self._length, self._batches, step, trained)
         if self._by_epoch:
             rates = sorted({group["lr"] for group in self.scheduler.optimizer.param_groups})
-            if before is not None or rates == sorted(set(self.scheduler.base_lrs)):
-                return None  # not of an import, or what --lr says
+            wanted = [base * self._config.gamma**step for base in sorted(set(self.scheduler.base_lrs))]
+            # Multiplied epoch by epoch, a rate differs from that in its last bits.
+            if rates == sorted(set(self.scheduler.base_lrs)) or all(map(math.isclose, rates, wanted)):
+                return None
             words = ", ".join(f"{rate:g}" for rate in rates)
-            return f"--schedule step goes on from the import's learning rate {words}; another schedule begins with --lr"
+            whose = "import" if before is None else "checkpoint"
+            return (
+                f"--schedule step goes on from the {whose}'s learning rate {words}; another schedule begins with --lr"
+            )
         rate = factor(self._config, step, self.course)
         for group, base in zip(self.scheduler.optimizer.param_groups, self.scheduler.base_lrs, strict=True):
             group["lr"] = base * rate

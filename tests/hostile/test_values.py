@@ -25,6 +25,7 @@ from migration.__main__ import main as migrate
 from tests.harness import Ranks
 from tests.hostile.common import change_values, checkpoint_of, resume, vouch
 
+STEP = re.compile(r"app\.optim\.state\..*\.step")
 GROUP = "app.optim.param_groups.class_token."
 FORGED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "step is text": (lambda s: s.update({"app.progress.step": "1"}), "app.progress.step can't be read"),
@@ -54,6 +55,10 @@ FORGED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "random state": (
         lambda s: s.update({"app.rng.rank1.torch": torch.zeros_like(s["app.rng.rank1.torch"])}),
         "random state of rank1: can't be set",
+    ),
+    "fewer steps than none": (
+        lambda s: s.update({name: torch.tensor(-5.0) for name in s if STEP.fullmatch(name)}),
+        "its optimizer has counted -5 steps of a weight",
     ),
     "no count": (lambda s: s.update({"app.scheduler.last_epoch": True}), "app.scheduler.last_epoch can't be read"),
 }
