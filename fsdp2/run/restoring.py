@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -49,11 +50,8 @@ def restore_run(job: Job, app: AppState, average: Ema | None, *, hashes: bool) -
 
 
 def _restore_all(job: Job, app: AppState, average: Ema | None, files: Files, *, hashes: bool) -> bool:
-    """Restore the whole state; of an import, its settings of the optimizer count. Returns as `restore` does.
-
-    Raises DamagedCheckpoint and ValueError.
-    """
-    here, ours = world(), _settings(app.optimizer)
+    """Restore all; of an import, its settings of the optimizer count. Returns and raises as `restore` does."""
+    here, ours, scaler = world(), _settings(app.optimizer), app.parts["scaler"].state_dict()
     sharers = (here.local_rank, here.local_world_size) if job.origin.in_memory else None
     restored = restore(files, app, hashes=hashes, sharers=sharers)
     theirs, marker = _settings(app.optimizer), read_marker(files)
@@ -66,7 +64,15 @@ def _restore_all(job: Job, app: AppState, average: Ema | None, files: Files, *, 
             raise DamagedCheckpoint(f"its optimizer has other settings than its flags: {changed}")
         job.add_note(f"--resume: the import's settings of the optimizer count, not the flags': {changed}")
     _require_possible(app.optimizer, ours, theirs)
+    if scaler and (wrong := _unlike(scaler, app.parts["scaler"].state_dict())):
+        raise DamagedCheckpoint(f"its gradient scaler has {wrong}, which none of a run has")
     return restored
+
+
+def _unlike(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+    good = {**ours, "scale": 0 < theirs["scale"] < math.inf and theirs["scale"]}
+    good["_growth_tracker"] = theirs["_growth_tracker"] % ours["growth_interval"]  # counted from 0 again when reached
+    return ", ".join(f"{name} {theirs[name]}" for name in good if theirs[name] != good[name])
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

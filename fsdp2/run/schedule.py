@@ -98,8 +98,6 @@ class Schedule:
         Args:
             trained: optimizer steps that the run has done.
             before: of the run that wrote the checkpoint, if it is known.
-
-        Raises ConfigError for a schedule that counts more steps than were done.
         """
         name, step = self._config.schedule, self.scheduler.last_epoch
         if not self._by_epoch and step > trained:
@@ -111,7 +109,7 @@ class Schedule:
             rates = sorted({group["lr"] for group in self.scheduler.optimizer.param_groups})
             wanted = [base * self._config.gamma**step for base in sorted(set(self.scheduler.base_lrs))]
             # Multiplied epoch by epoch, a rate differs from that in its last bits.
-            if rates == sorted(set(self.scheduler.base_lrs)) or all(map(math.isclose, rates, wanted)):
+            if all(map(math.isclose, rates, wanted)):
                 return None
             words = ", ".join(f"{rate:g}" for rate in rates)
             whose = "import" if before is None else "checkpoint"

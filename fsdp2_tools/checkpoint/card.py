@@ -84,13 +84,13 @@ def _results(metrics: Path, step: int | None) -> dict[str, Any]:
     """Figures of these weights alone: of the step that made them, and of an evaluation behind it."""
     last: dict[str, dict[str, Any]] = {}
     for record in _records(metrics):
-        if record["kind"] in ("train", "eval") and step in (None, record["step"]):
+        if record["kind"] in ("train", "eval") and step in (None, record.get("step")):
             last[record["kind"]] = record
     found: dict[str, Any] = {"step": last.get("train", {}).get("step") if step is None else step}
     for kind, names in (("train", ("loss",)), ("eval", ("loss", "perplexity", "accuracy"))):
         record = last.get(kind, {})
         if record.get("step") == found["step"]:
-            known = (name for name in names if type(record.get(name)) in (int, float))
+            known = (name for name in names if isinstance(record.get(name), float))
             found |= {f"{kind} {name}": float(f"{record[name]:.4g}") for name in known}
     return found
 

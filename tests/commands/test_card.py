@@ -65,6 +65,15 @@ def test_figures_are_of_the_exported_weights_alone(llama: Path, tmp_path: Path, 
         assert rows.get("weights") == ("their moving average" if flags else None)
 
 
+def test_a_record_that_no_run_writes_is_passed_over(llama: Path, tmp_path: Path, cli: Cli) -> None:
+    run = Path(shutil.copytree(llama, tmp_path / "run"))
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"kind": "eval"}\n{"kind": "train", "step": 4, "loss": 1' + "0" * 400 + "}\n")
+    assert cli("export", run, tmp_path / "out", "--format", "hf")[0] == 0
+    rows = rows_of((tmp_path / "out" / "README.md").read_text())
+    assert (rows["step"], "train loss" in rows) == ("4", False)
+
+
 @pytest.mark.parametrize(
     ("flags", "base"),
     [

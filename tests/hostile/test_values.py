@@ -20,6 +20,7 @@ from fsdp2.checkpoint.pickles import Unread, unpickle
 from fsdp2.checkpoint.refusal import Refused
 from fsdp2.checkpoint.safe_reader import SafeReader
 from fsdp2.checkpoint.store import read_marker, says_finite
+from fsdp2.run import restoring
 from fsdp2_tools.checkpoint.__main__ import main
 from migration.__main__ import main as migrate
 from tests.harness import Ranks
@@ -213,3 +214,22 @@ def test_a_place_that_holds_two_archives_is_none() -> None:
     assert torch.equal(parse_archive(memoryview(first.getvalue())), torch.zeros(3))
     with pytest.raises(Refused, match="has bytes before it, of another archive perhaps"):
         parse_archive(memoryview(first.getvalue() + second.getvalue()))
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"scale": float("inf")},
+        {"scale": -2.0},
+        {"scale": float("nan")},
+        {"_growth_tracker": 1 << 40},
+        {"_growth_tracker": -1},
+        {"growth_factor": -1.0},
+        {"backoff_factor": 1e30},
+    ],
+)
+def test_a_gradient_scaler_that_no_run_has_is_told(forged: dict[str, float]) -> None:
+    ours = torch.amp.GradScaler("cpu").state_dict()
+    assert restoring._unlike(ours, {**ours, "scale": 2.0, "_growth_tracker": 1999}) == ""
+    ((name, value),) = forged.items()
+    assert restoring._unlike(ours, {**ours, **forged}) == f"{name} {value}"
