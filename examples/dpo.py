@@ -203,7 +203,7 @@ def train(flags, data: pairs.Pairs, device: torch.device, steps: int, held_out: 
 
     say(*(lines := header(flags, data, held_out, policy, steps)))
     if done:
-        say(f"resumed from {place.checkpoint(done)} at step {done:,}, epoch {batches.epoch}")
+        say(f"resumed from {place.checkpoint(done)} at step {done:,}, epoch {batches.epoch + 1}")
     metrics("resume" if done else "start", {"header": lines, "step": done})
     for step in range(done + 1, steps + 1):
         if batches.at_end():
@@ -253,6 +253,9 @@ def leave(flags, steps: int):
 if __name__ == "__main__":
     with exit_status():
         flags = parse()
+        if flags.global_batch_size < (world := int(os.environ.get("WORLD_SIZE", 1))):
+            few = f"--global-batch-size {flags.global_batch_size}"
+            raise ConfigError(f"{few}: fewer pairs than the {world} ranks that share them; give {world} or more")
         with in_a_line():
             spec = spec_of(flags)
             if spec.task != "causal":

@@ -103,7 +103,7 @@ class Console:
     def _resume(self, data: dict[str, Any]) -> None:
         self._start(data)
         seeded = "" if data["random_state_restored"] else "; random generators reseeded"
-        self.line(f"resumed from {short(data['checkpoint'])} at step {data['step']}, epoch {data['epoch']}{seeded}")
+        self.line(f"resumed from {short(data['checkpoint'])} at step {data['step']}, epoch {data['epoch'] + 1}{seeded}")
 
     def _train(self, data: dict[str, Any]) -> None:
         if data.get("skipped") and "loss_scale" in data:
@@ -138,7 +138,8 @@ class Console:
         steps = min(steps, self.max_steps - data["step"])
         if data["step"] == first or not steps:
             return ""  # the first step of a process is the slowest, and behind the last is nothing
-        of = f" for {steps * tokens:,} tokens" if (tokens := tokens_of(data)) else ""
+        tokens = self._tokens // (data["step"] - first + 1)  # on average, since an epoch's last step may have fewer
+        of = f" for {steps * tokens:,} tokens" if tokens else ""
         return f"  {duration(steps * (now - since) / (data['step'] - first))} left{of}"
 
     def _close_bar(self) -> None:
@@ -148,7 +149,7 @@ class Console:
 
     def _eval(self, data: dict[str, Any]) -> None:
         self._close_bar()
-        self._printed, self._tested = time.monotonic(), data
+        self._tested = data
         self.line(
             f"epoch {data['epoch'] + 1}/{self.epochs}  step {data['step']}  test loss {data['loss']:.4f}  "
             + in_words(data, " ", "  ")

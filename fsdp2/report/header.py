@@ -65,7 +65,9 @@ def steps(config: Config, batches: Batches, last: int) -> list[str]:
     each, an_epoch = -(-samples // (parts * ranks)), batches.steps_per_epoch
     made_of = f"{'up to ' * (each * parts * ranks > samples)}{each:,} a microbatch x {parts} accumulated x {ranks}"
     filled = getattr(batches.split, "filled", 1.0)  # the rest of a sequence of conversations is empty
-    tokens = f"{samples * config.seq_len * filled:,.0f} tokens (sequences of {config.seq_len:,}"
+    tokens = (
+        f"{min(samples, len(batches.split)) * config.seq_len * filled:,.0f} tokens (sequences of {config.seq_len:,}"
+    )
     tokens = f", {tokens}{f', {filled:.0%} filled' * (filled < 1)})" * (config.spec.kind == "language")
     clip = "not clipped" if config.clip_grad_norm is None else f"clipped to norm {config.clip_grad_norm:g}"
     line = f"steps: {last:,} in all, {an_epoch:,} an epoch; global batch {samples:,} = {made_of} data-parallel "

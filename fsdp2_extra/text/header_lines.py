@@ -55,7 +55,7 @@ def _training(dataset: Dataset, each: int | None) -> list[str]:
     shortest, longest, cut = _sizes(*parts)
     tokens = sum(int(one.ends[-1]) for one in parts if len(one.ends))
     count = sum(about["documents"].values()) - sum(about["left_out"].values())
-    sizes = f"{count:,} of {span(shortest, longest)} tokens ({tokens:,} in all"
+    sizes = f"{count:,} of {span(shortest, longest)} tokens{' each' * (shortest == longest)} ({tokens:,} in all"
     if about["kind"] == "chat":
         if about["left_out"]:
             why = why_left_out(about["left_out"], parts[0].seq_len)
@@ -164,7 +164,7 @@ def _turn(dataset: Dataset) -> str:
         return "no token ends a turn"
     name, count, end = _name(dataset.classes[int(token)]), turns[token][0], _name(about["ends"])
     other = "" if name == end else f" (eos_token is {end or 'none'})"
-    left_out = ", with those left out" if about["left_out"] else ""
+    left_out = " (counted before some were left out)" if about["left_out"] else ""
     return f"{name} ends a turn{other}, learned in {count:,} of {_answers(about):,} answers{left_out}"
 
 

@@ -115,7 +115,7 @@ def load(
     sizes = [max(len(tokens) for tokens, _ in pair) for pair in kept]
     ways = {"through the chat template": len(rows) - encode.raw, "as raw texts, without a chat template": encode.raw}
     how = " and ".join(f"{count:,} {way}" for way, count in ways.items() if count)
-    about = f"{len(kept):,} of {span(min(sizes), max(sizes))} tokens, {how}"
+    about = f"{len(kept):,} of {span(min(sizes), max(sizes))} tokens{' each' * (min(sizes) == max(sizes))}, {how}"
     about += f"; left out by --bad-samples drop: {bad}" if bad else ""
     other = encode.texts.unlike([tokens[:LOOKED_AT] for pair in kept[:LOOKED_AT] for tokens, _ in pair])
     return Pairs(kept, "; ".join([about, *other_reader({**encode.texts.about, "unlike": other})]))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch
 from examples import dpo
 from fsdp2.options.errors import ConfigError
 from fsdp2_extra.text import pairs
-from tests.harness import Ranks
+from tests.harness import Ranks, python_environment
 from tests.others.common import plain, save
 from tests.others.test_examples import CPU, PAIRS, _batches, _norm_on_two_ranks
 from tests.programs import in_a_process, on_ranks_of_its_own
@@ -126,7 +128,7 @@ def test_what_a_program_says(tmp_path: Path) -> None:
         f"--eval-pairs={held_out}",
         "--chat-fields=;prompt=q,chosen=good,rejected=bad",
     ]
-    for epochs, line in (("1", ""), ("2", f"resumed from {out}/checkpoints/step-00000002 at step 2, epoch 0")):
+    for epochs, line in (("1", ""), ("2", f"resumed from {out}/checkpoints/step-00000002 at step 2, epoch 1")):
         status, printed = on_ranks_of_its_own(2, dpo.__file__, [*words, f"--epochs={epochs}"], tmp_path, {})
         assert status == 0, printed
         said = printed.splitlines()
@@ -143,3 +145,11 @@ def test_what_a_program_says(tmp_path: Path) -> None:
     assert status == 0, printed
     assert " on 1 rank\n" in printed
     assert f"wrote {out}/model-6" in printed.splitlines()
+
+
+def test_no_rank_is_left_without_a_pair(tmp_path: Path) -> None:
+    environment = {**python_environment(), "RANK": "0", "WORLD_SIZE": "8"}
+    command = [sys.executable, dpo.__file__, "model", "pairs.jsonl", str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "--global-batch-size 4: fewer pairs than the 8 ranks that share them; give 8 or more" in done.stderr
