@@ -282,7 +282,7 @@ def test_truncation_shows_at_a_glance(words: Path) -> None:
     )
     assert tokenizer.endswith("; off: its truncation to 2 tokens and padding to 6")
     assert counts.startswith("documents: 100 of 3 to 12 tokens (750 in all, 1.3 characters each)")
-    assert wrong.startswith("documents: 110 of 8 tokens (880 in all, 1.1 characters each)")
+    assert wrong.startswith("documents: 110 of 8 tokens each (880 in all, 1.1 characters each)")
 
 
 def _cutting(made: FromFile) -> FromFile:

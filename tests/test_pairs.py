@@ -56,7 +56,7 @@ def test_texts_are_a_question_and_two_answers(tmp_path: Path, implicit: bool) ->
     if implicit:
         row = {answer: row["prompt"] + row[answer] for answer in pairs.ANSWERS}
     split = load(tmp_path, row, as_="text")
-    assert split.about == "1 of 20 tokens, 1 as raw texts, without a chat template"
+    assert split.about == "1 of 20 tokens each, 1 as raw texts, without a chat template"
     assert said(tmp_path, split) == [
         ("<s>What is it? a bird<|end|>", " a bird<|end|>"),
         ("<s>What is it? cats<|end|>", " cats<|end|>"),

@@ -208,7 +208,7 @@ def test_a_rate_or_a_count_that_is_not_of_the_schedule_is_told() -> None:
     config, before = Config(gamma=0.7, lr=1.0, epochs=4), Length(4, None, 1)
     assert restored(config, last_epoch=3, lr=1.0 * 0.7 * 0.7 * 0.7).go_on(12, before) is None
     said = restored(config, last_epoch=3, lr=300.0).go_on(12, before)
-    assert said == "--schedule step goes on from the checkpoint's learning rate 300; another schedule begins with --lr"
+    assert said == "--schedule step goes on from the checkpoint's learning rate 300; another begins with --lr"
     cosine = Config(schedule="cosine", epochs=4)
     assert restored(cosine, last_epoch=8).go_on(8, before) is None
     with pytest.raises(ConfigError, match="schedule counts 4611686018427387904 steps, and its run has done 8"):

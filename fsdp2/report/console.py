@@ -138,8 +138,7 @@ class Console:
         steps = min(steps, self.max_steps - data["step"])
         if data["step"] == first or not steps:
             return ""  # the first step of a process is the slowest, and behind the last is nothing
-        tokens = self._tokens // (data["step"] - first + 1)  # on average, since an epoch's last step may have fewer
-        of = f" for {steps * tokens:,} tokens" if tokens else ""
+        of = f" for {steps * tokens:,} tokens" if (tokens := self._tokens // (data["step"] - first + 1)) else ""
         return f"  {duration(steps * (now - since) / (data['step'] - first))} left{of}"
 
     def _close_bar(self) -> None:

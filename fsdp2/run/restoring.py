@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -70,7 +69,7 @@ def _restore_all(job: Job, app: AppState, average: Ema | None, files: Files, *, 
 
 
 def _unlike(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
-    good = {**ours, "scale": 0 < theirs["scale"] < math.inf and theirs["scale"]}
+    good = {**ours, "scale": 0 < theirs["scale"] < float("inf") and theirs["scale"]}
     good["_growth_tracker"] = theirs["_growth_tracker"] % ours["growth_interval"]  # counted from 0 again when reached
     return ", ".join(f"{name} {theirs[name]}" for name in good if theirs[name] != good[name])
 

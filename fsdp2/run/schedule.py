@@ -112,10 +112,7 @@ class Schedule:
             if all(map(math.isclose, rates, wanted)):
                 return None
             words = ", ".join(f"{rate:g}" for rate in rates)
-            whose = "import" if before is None else "checkpoint"
-            return (
-                f"--schedule step goes on from the {whose}'s learning rate {words}; another schedule begins with --lr"
-            )
+            return f"--schedule step goes on from the checkpoint's learning rate {words}; another begins with --lr"
         rate = factor(self._config, step, self.course)
         for group, base in zip(self.scheduler.optimizer.param_groups, self.scheduler.base_lrs, strict=True):
             group["lr"] = base * rate

@@ -285,7 +285,7 @@ def test_checkpoints_of_the_tutorials_come_in_with_their_optimizer(ranks: Ranks,
     (begun,) = of_kind(events, "resume")
     assert begun["step"] == 0
     assert "import's settings of the optimizer count, not the flags': betas [0.9, 0.999]" in begun["note"]
-    assert "--schedule step goes on from the import's learning rate 0.001" in begun["note"]
+    assert "--schedule step goes on from the checkpoint's learning rate 0.001" in begun["note"]
     assert [event["step"] for event in of_kind(events, "train")] == [1, 2]
     # That run's own checkpoints have them too, so it goes on as if it hadn't ended.
     flags = "--lr=0.5", "--betas=0.5,0.6", "--global-batch-size=128"

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed.launcher.api import LaunchConfig
@@ -52,7 +53,7 @@ class Job:
             (folder / name).write_text(f"#!/bin/bash\n{body}\n")
             (folder / name).chmod(0o755)
 
-    def run(self, *flags: str, saves: str = "", ends: bool = False, **variables: str) -> tuple[int, str, str]:
+    def run(self, *flags: str, saves: str = "", ends: bool = False, **variables: Any) -> tuple[int, str, str]:
         """Its status and what it prints. `saves`: the checkpoint that it leaves. `ends`: by itself, before its time."""
         given = {"SLURM_JOB_ID": "1", "SLURM_NNODES": "1", "SLURM_NODEID": "0", "OVER": str(self.over), "SAVES": saves}
         for left in (self.over, self.asked):
