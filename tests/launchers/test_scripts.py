@@ -97,7 +97,7 @@ def test_a_job_that_fails_is_queued_again_as_often_as_asked_for(
     job: Job, tmp_path: Path, retries: str, restarts: str, saves: bool, queued: bool
 ) -> None:
     new = str(tmp_path / "run" / "checkpoints" / "step-00000002") if saves else ""
-    asked = {"RETRIES": retries, "SLURM_RESTART_COUNT": restarts, "STATUS": "3"}
+    asked: dict[str, Any] = {"RETRIES": retries, "SLURM_RESTART_COUNT": restarts, "STATUS": "3"}
     status, out, err = job.run("--run-dir=run", saves=new, ends=True, **asked)
     assert job.asked.exists() == queued, (out, err)
     assert status == (0 if queued else 1 if retries == "2" and restarts == "0" else 3)
@@ -130,7 +130,7 @@ def test_what_a_job_is_given_by_the_environment(job: Job) -> None:
         (["--run-dir=run"], {"SLURM_JOB_ID": ""}, "there is no job of SLURM here; give sbatch in front"),
     ],
 )
-def test_what_a_job_needs(job: Job, flags: list[str], variables: dict[str, str], line: str) -> None:
+def test_what_a_job_needs(job: Job, flags: list[str], variables: dict[str, Any], line: str) -> None:
     status, out, err = job.run(*flags, **variables)
     assert (status, out) == (2, "")
     assert f"slurm.sbatch: error: {line}" in err
