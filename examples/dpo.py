@@ -26,6 +26,7 @@ from fsdp2.options.parser import Parser
 from fsdp2.options.values import chat_fields, checked, location, number, one_of, or_off, steps_or_share, whole, word_of
 from fsdp2.parallel import fully_sharded, groups, mesh, meta, precision
 from fsdp2.report.metrics import MetricsFile
+from fsdp2.run import restoring
 from fsdp2.run.parts import Base, checksum
 from fsdp2.run.process.ending import exit_status
 from fsdp2.run.process.group import broadcast
@@ -190,8 +191,12 @@ def train(flags, data: pairs.Pairs, device: torch.device, steps: int, held_out: 
     parts: dict[str, state.Part] = {"batches": batches, "schedule": state.SchedulerState(schedule.scheduler)}
     parts |= {"progress": progress, name: Base(flags.model, checksum(frozen), what)}
     app = state.AppState(policy, optimizer, parts, not_saved=lambda name: flags.lora and not lora.is_adapter(name))
+    ours = restoring.settings_of(optimizer)
     with in_a_line():
         done = restore.restore_newest(place, app)
+        restoring.require_possible(optimizer, ours, theirs := restoring.settings_of(optimizer))
+        if theirs != ours or schedule.scheduler.last_epoch != done:
+            raise ValueError(f"{flags.out}: its checkpoint has other settings of the optimizer, or of the schedule")
     schedule.go_on(done, None)
     os.makedirs(flags.out, exist_ok=True)
     metrics = MetricsFile(Path(flags.out) / "metrics.jsonl", rank)

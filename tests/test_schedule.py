@@ -211,6 +211,9 @@ def test_a_rate_or_a_count_that_is_not_of_the_schedule_is_told() -> None:
     assert said == "--schedule step goes on from the checkpoint's learning rate 300; another begins with --lr"
     cosine = Config(schedule="cosine", epochs=4)
     assert restored(cosine, last_epoch=8).go_on(8, before) is None
+    assert restored(cosine, last_epoch=0).go_on(8, before) == (
+        "--schedule cosine: it counts 0 of the 8 steps that are done"
+    )
     with pytest.raises(ConfigError, match="schedule counts 4611686018427387904 steps, and its run has done 8"):
         restored(cosine, last_epoch=2**62).go_on(8, before)
 

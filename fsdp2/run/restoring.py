@@ -50,10 +50,10 @@ def restore_run(job: Job, app: AppState, average: Ema | None, *, hashes: bool) -
 
 def _restore_all(job: Job, app: AppState, average: Ema | None, files: Files, *, hashes: bool) -> bool:
     """Restore all; of an import, its settings of the optimizer count. Returns and raises as `restore` does."""
-    here, ours, scaler = world(), _settings(app.optimizer), app.parts["scaler"].state_dict()
+    here, ours, scaler = world(), settings_of(app.optimizer), app.parts["scaler"].state_dict()
     sharers = (here.local_rank, here.local_world_size) if job.origin.in_memory else None
     restored = restore(files, app, hashes=hashes, sharers=sharers)
-    theirs, marker = _settings(app.optimizer), read_marker(files)
+    theirs, marker = settings_of(app.optimizer), read_marker(files)
     imported = marker.get("imported")
     if imported and average is not None:
         average.load_state_dict(average.weights)  # an import holds none: it begins with the weights that came
@@ -62,7 +62,7 @@ def _restore_all(job: Job, app: AppState, average: Ema | None, files: Files, *, 
         if not imported and job.optimizer != marker.get("optimizer"):
             raise DamagedCheckpoint(f"its optimizer has other settings than its flags: {changed}")
         job.add_note(f"--resume: the import's settings of the optimizer count, not the flags': {changed}")
-    _require_possible(app.optimizer, ours, theirs)
+    require_possible(app.optimizer, ours, theirs)
     if scaler and (wrong := _unlike(scaler, app.parts["scaler"].state_dict())):
         raise DamagedCheckpoint(f"its gradient scaler has {wrong}, which none of a run has")
     return restored
@@ -74,7 +74,7 @@ def _unlike(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {theirs[name]}" for name in good if theirs[name] != good[name])
 
 
-def _settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def settings_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Name -> setting of the optimizer, without the rate, which is the schedule's, and without how it computes."""
     found, several = dict[str, Any](), len(optimizer.param_groups) > 1
     for number, group in enumerate(optimizer.param_groups):
@@ -85,7 +85,7 @@ def _settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return found
 
 
-def _require_possible(optimizer: torch.optim.Optimizer, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+def require_possible(optimizer: torch.optim.Optimizer, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
     """Raise ValueError for settings that torch refuses where it makes an optimizer, or that need other state."""
     makes = type(optimizer)
     known = inspect.signature(makes).parameters.keys() - {"params", *HOW}

@@ -116,6 +116,8 @@ class Schedule:
         rate = factor(self._config, step, self.course)
         for group, base in zip(self.scheduler.optimizer.param_groups, self.scheduler.base_lrs, strict=True):
             group["lr"] = base * rate
+        if before is not None and step != trained:
+            return f"--schedule {name}: it counts {step} of the {trained} steps that are done"
         if before is None or name not in ("cosine", "linear"):
             return None
         total, earlier = self.course.total, course(before, self._batches, step, trained).total

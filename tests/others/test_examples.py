@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -26,6 +27,7 @@ from fsdp2.options.errors import ConfigError
 from fsdp2_extra.models import blocks, lora
 from fsdp2_extra.text import pairs
 from tests.harness import Ranks, same
+from tests.hostile.common import change_values
 from tests.others.common import plain, save
 from tests.programs import on_ranks_of_its_own
 from tests.test_chat import PLAIN, make_tokenizer, talk
@@ -215,6 +217,12 @@ def _refused(folder: str, out: Path, *more: str) -> str:
     return str(refusal.value)
 
 
+def _set(end: str, value: Any, state: dict[str, Any]) -> None:
+    names = [name for name in state if name.endswith(end)]
+    assert names
+    state.update(dict.fromkeys(names, value))
+
+
 def test_dpo_goes_on_as_it_began(ranks: Ranks, tmp_path: Path) -> None:
     """Another reference, rate or size of a step would be another training, and no figure says so."""
     folder = save("llama", tmp_path / "model").removeprefix("hf:")
@@ -230,6 +238,12 @@ def test_dpo_goes_on_as_it_began(ranks: Ranks, tmp_path: Path) -> None:
     ):
         for said in ranks.run(_refused, model, tmp_path / "out", flag):
             assert re.search(why, said)
+    for end, value in {".maximize": True, "schedule.last_epoch": 0, ".weight_decay": 50.0}.items():
+        forged = Path(shutil.copytree(tmp_path / "out", tmp_path / end))
+        (checkpoint,) = (forged / "checkpoints").glob("step-*2")
+        change_values(files.LocalFiles(checkpoint), functools.partial(_set, end, value))
+        for said in ranks.run(_refused, folder, forged, "--epochs=3"):
+            assert "its checkpoint has other settings of the optimizer, or of the schedule" in said
     # What a stranger's marker names beside these is no flag.
     place = store.Store(files.LocalFiles(f"{tmp_path}/out/checkpoints"))
     checkpoint = place.checkpoint(place.committed()[-1])
