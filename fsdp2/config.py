@@ -81,7 +81,7 @@ class Config:
         metavar="NAME",
     )
     bad_samples: str = option(
-        "refuse", "conversations that are too long, or in which no answer is learned", one_of("refuse", "drop")
+        "refuse", "conversations that are too long, teach no answer, or can't be read", one_of("refuse", "drop")
     )
     tokenizer: str | None = option(
         None,

@@ -64,6 +64,41 @@ def test_all_of_them_are_refused_in_one_line(file: Path) -> None:
     assert str(caught.value).count("all.jsonl") == 2
 
 
+def test_those_that_cannot_be_read_are_counted_and_left_out(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = file.read_text().splitlines(keepends=True)
+    wanted = load(written(file.parent / "good.jsonl", lambda number: number not in (*LONG, *UNANSWERED)), drop=True)
+    odd = [{"messages": one} for one in ([{"role": "user", "content": None}], [{"role": "user"}], [])]
+    file.write_text("".join([*good[:20], *(json.dumps(one) + "\n" for one in odd), *good[20:]]))
+    with pytest.raises(UnusableText) as caught:
+        load(file)
+    why = "3 longer than --seq-len 64 (none is cut) and 2 without an answer to learn and 3 that can't be read ("
+    one_line(
+        caught.value,
+        f"of 43 conversations {why}",
+        f"; {file}, line 21: its message 1 (user) has no content",
+        "--bad-samples drop",
+    )
+    found = load(file, drop=True)
+    rows = list(range(len(wanted.train)))
+    assert len(found.train) == len(rows)
+    assert torch.equal(found.train.__getitems__(rows)[1], wanted.train.__getitems__(rows)[1])
+    counts, *_ = header_lines.lines(found)
+    assert counts.startswith("conversations: 35 of ")
+    assert "and 3 that can't be read" in counts
+    line = ["prepare", str(file), "--chat", f"--tokenizer={file.parent}/tokenizer", f"--out={file.parent}/out"]
+    assert command.cli(line) == 0
+    assert "warning: 3 can't be read, and a run needs --bad-samples drop" in capsys.readouterr().out
+
+
+def test_where_most_cannot_be_read_it_is_not_their_fault(file: Path) -> None:
+    lines = [{"messages": [{"role": "user"}]}] * 3 + [talk("question", "yes")] * 9
+    file.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    with pytest.raises(UnusableText, match=r"line 1: its message 1 \(user\) has no content"):
+        load(file, drop=True)
+    file.write_text("".join(json.dumps(one) + "\n" for one in reversed(lines)))
+    assert len(load(file, drop=True).train) > 0
+
+
 def test_no_more_than_ten_are_named(file: Path) -> None:
     file.write_text("".join(json.dumps(talk("q", "yes" * (50 + number))) + "\n" for number in range(40)))
     with pytest.raises(UnusableText, match=r"of 40 conversations 40 longer .* lines 40, 39, 38, .*, 31\); raise --seq"):

@@ -15,7 +15,7 @@ from fsdp2.units import printable, short
 from fsdp2_extra.text.ends_of_turns import NONE
 from fsdp2_extra.text.forms import FORMS
 from fsdp2_extra.text.places import PUBLISHED
-from fsdp2_extra.text.prepared import why_left_out
+from fsdp2_extra.text.prepared import REFUSED, why_left_out
 from fsdp2_extra.text.windows import Conversations, Documents, Mixture
 
 AT_A_TIME = 1 << 20  # of documents whose ends are in memory
@@ -54,7 +54,8 @@ def _training(dataset: Dataset, each: int | None) -> list[str]:
     share += f" for training, {len(dataset.test):,} for evaluation" if about["test"] else ""
     shortest, longest, cut = _sizes(*parts)
     tokens = sum(int(one.ends[-1]) for one in parts if len(one.ends))
-    count = sum(about["documents"].values()) - sum(about["left_out"].values())
+    made = sum(about["documents"].values()) + about["left_out"].get(REFUSED, 0)  # which aren't among them
+    count = made - sum(about["left_out"].values())
     sizes = f"{count:,} of {span(shortest, longest)} tokens{' each' * (shortest == longest)} ({tokens:,} in all"
     if about["kind"] == "chat":
         if about["left_out"]:

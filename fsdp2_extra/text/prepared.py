@@ -19,13 +19,14 @@ import numpy
 
 from fsdp2.data.errors import UnusableText
 from fsdp2.data.splits import identity_of
+from fsdp2.units import printable
 from fsdp2_extra.text.forms import FORMS, Fields, fields_of, spelled
 from fsdp2_extra.text.places import File
 from fsdp2_extra.text.rows import Row
 from fsdp2_extra.text.tokenizer import Tokenizer
 from fsdp2_extra.text.windows import Conversations, Documents
 
-FORMAT = 12
+FORMAT = 13
 META = "meta.json"
 SPLITS = ("train", "test")
 NAMED = 10  # conversations that a refusal names
@@ -34,7 +35,8 @@ MOST_BYTES = 16 << 20  # of meta.json; a large one has a line for each token tha
 DTYPES = ("uint8", "uint16", "uint32")
 NAMES = {"format", "kind", "tokenizer", "begin", "field", "fields", "source", "content", "dtype"}
 NAMES |= {"documents", "tokens", "characters", "empty", "beside", "turns", "unlike", "files", "longest", "unlearned"}
-TOO_LONG, UNLEARNED = "too_long", "no_answer"  # why a conversation can't be learned, as records say it
+NAMES |= {"refused", "refusal"}
+TOO_LONG, UNLEARNED, REFUSED = "too_long", "no_answer", "refused"  # why one isn't learned, as records say it
 EMPTY = numpy.empty(0, dtype=numpy.uint8)
 
 
@@ -121,6 +123,7 @@ def _require_form(meta: dict[str, Any]) -> None:
     if odd := sorted(NAMES ^ meta.keys()):
         raise ValueError(f"it says {'more' if odd[0] in meta else 'no'}: {odd[0][:40]}")
     words = [meta[name] for name in ("kind", "tokenizer", "fields", "content", "dtype", "source", "beside", "unlike")]
+    words.append(meta["refusal"])
     if meta["kind"] != "chat":
         words.append(meta["field"])
     if not all(type(word) is str and len(word) <= MOST for word in words):
@@ -140,7 +143,7 @@ def _require_form(meta: dict[str, Any]) -> None:
     turns = [count for token, (yes, no) in meta["turns"].items() for count in (int(token) + 1, yes, no)]
     by_name = [count for names in ("documents", "tokens", "files") for count in meta[names].values()]
     lengths = [length for length, _ in meta["longest"]]
-    for count in (meta["characters"], meta["empty"], *meta["begin"], *by_name, *turns, *lengths):
+    for count in (meta["characters"], meta["empty"], meta["refused"], *meta["begin"], *by_name, *turns, *lengths):
         if type(count) is not int or not 0 <= count < 2**63:
             raise ValueError(f"it counts {str(count)[:40]}")
     if [*meta["turns"]] != [str(int(token)) for token in meta["turns"]] or meta["turns"].get("-1", [0])[0]:
@@ -236,6 +239,7 @@ def _open_splits(
     counts, left_out = meta["tokens"], dict[str, int]()
     if chat:
         usable, left_out = _usable(ends, {split: column(split, "-targets", "int64") for split in SPLITS}, seq_len)
+        left_out |= {REFUSED: meta["refused"]} if meta["refused"] else {}
         if left_out and not drop:
             raise UnusableText(_refusal(name, meta, seq_len, left_out))
         counts = {split: len(found) for split, found in usable.items()}
@@ -293,17 +297,23 @@ def _usable(
 def why_left_out(left_out: Mapping[str, int], seq_len: int) -> str:
     """The number of conversations that can't be learned, and the reasons, in words."""
     words = {TOO_LONG: f"longer than --seq-len {seq_len} (none is cut)", UNLEARNED: "without an answer to learn"}
+    words[REFUSED] = "that can't be read"
     return " and ".join(f"{count:,} {words[why]}" for why, count in left_out.items())
 
 
 def _refusal(name: str, meta: dict[str, Any], seq_len: int, left_out: Mapping[str, int]) -> str:
     """One line about conversations that can't be learned, with up to `NAMED` places."""
+    drop = "mend them, or add --bad-samples drop, which leaves them out and counts them"
+    if left_out == {REFUSED: meta["refused"]}:
+        others = f"; {meta['refused'] - 1:,} others can't be read either" if meta["refused"] > 1 else ""
+        return f"{printable(meta['refusal'])}{others}; {drop}"
     long = [place for length, place in meta["longest"] if length > seq_len] if TOO_LONG in left_out else []
     where = [*meta["unlearned"], *(place for place in long if place not in meta["unlearned"])][:NAMED]
-    what = f"of {sum(meta['documents'].values()):,} conversations {why_left_out(left_out, seq_len)}"
+    count = sum(meta["documents"].values()) + meta["refused"]
+    what = f"of {count:,} conversations {why_left_out(left_out, seq_len)}"
     fix = f"raise --seq-len, to {meta['longest'][0][0]:,} for the longest, " * (TOO_LONG in left_out)
-    fix += "mend them, or add --bad-samples drop, which leaves them out and counts them"
-    return f"{name}: {what} ({places(where)}); {fix}"
+    first = f"; {printable(meta['refusal'])}" if REFUSED in left_out else ""
+    return f"{name}: {what} ({places(where)}){first}; {fix}{drop}"
 
 
 def places(where: Sequence[str]) -> str:

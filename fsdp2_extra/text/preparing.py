@@ -45,6 +45,7 @@ from fsdp2_extra.text.rows import Row, blocks
 from fsdp2_extra.text.tokenizer import LOOKED_AT
 
 SAY_SECONDS = 10.0
+ENOUGH = 3  # conversations that can't be read, if they are more than the others
 
 Say = Callable[[str], None]
 
@@ -127,9 +128,12 @@ def _make(files: Sequence[File], work: Path, source: str, encoder: Encoder, say:
         output, first = _Output(encoder, columns), list[numpy.ndarray]()
         for number, file in enumerate(files, 1):
             for rows in blocks(rows_of(file, encoder.field)):
-                for row, (tokens, learn) in zip(rows, encoder.encode(rows), strict=True):
-                    output.add(row, tokens, learn)
-                    first += [tokens[:LOOKED_AT]] * (len(first) < LOOKED_AT)
+                for row, made in _encoded(encoder, rows):
+                    if isinstance(made, UnusableText):
+                        output.refuse(made)
+                        continue
+                    output.add(row, *made)
+                    first += [made[0][:LOOKED_AT]] * (len(first) < LOOKED_AT)
                 if time.monotonic() - said >= SAY_SECONDS:
                     said = time.monotonic()
                     say(f"file {number:,} of {len(files):,}, {sum(output.tokens.values()):,} tokens")
@@ -140,6 +144,8 @@ def _make(files: Sequence[File], work: Path, source: str, encoder: Encoder, say:
     if output.beside and (none := sorted(read & {*of_line(fields).values()} - output.beside)):
         raise UnusableText(f"{files[0].name}: no line has the field {none[0]}, which --chat-fields names; drop it")
     if not sum(output.tokens.values()):
+        if output.refused:
+            raise UnusableText(output.refusal)
         others = f", nor in {len(files) - 1} others" if len(files) > 1 else ""
         raise UnusableText(f"{files[0].name}: there is no text in it{others}; give files that have some")
     meta = {
@@ -160,12 +166,25 @@ def _make(files: Sequence[File], work: Path, source: str, encoder: Encoder, say:
         "turns": output.turns,
         "longest": sorted(output.longest, reverse=True),
         "unlearned": output.unlearned,
+        "refused": output.refused,
+        "refusal": output.refusal[:MOST],
         "unlike": encoder.tokenizer.unlike(first),
         "files": {name: (work / name).stat().st_size for name in files_of(encoder.kind)},
     }
     with open(work / META, "wb") as last:
         last.write(json.dumps(meta, indent=1).encode() + b"\n")
         _sync(last)
+
+
+def _encoded(encoder: Encoder, rows: Sequence[Row]) -> Iterator[tuple[Row, Any]]:
+    """Each row as the encoder has it; of a conversation that can't be read, why."""
+    for some in [rows] if encoder.kind == "text" else ([row] for row in rows):
+        try:
+            yield from zip(some, encoder.encode(some), strict=True)
+        except UnusableText as error:
+            if encoder.kind == "text":
+                raise
+            yield some[0], error
 
 
 def _sync(file: BinaryIO) -> None:
@@ -184,6 +203,7 @@ class _Output:
         turns: of conversations, by the token that ends an answer: in how many it is learned, and in how many not.
         longest: of conversations, the tokens of some and where each is.
         unlearned: where some conversations are of which nothing is learned.
+        refused, refusal: how many conversations can't be read, and why the first can't.
     """
 
     def __init__(self, encoder: Encoder, files: Mapping[str, BinaryIO]) -> None:
@@ -197,7 +217,14 @@ class _Output:
         self.turns: dict[str, list[int]] = {}
         self.longest: list[tuple[int, str]] = []
         self.unlearned: list[str] = []
+        self.refused, self.refusal = 0, ""
         self.beside: set[str] = set()
+
+    def refuse(self, why: UnusableText) -> None:
+        """Count one. Raise the first reason where most can't be read: that is the template's fault, or the fields'."""
+        self.refused, self.refusal = self.refused + 1, self.refusal or str(why)
+        if self.refused >= ENOUGH and self.refused > sum(self.documents.values()):
+            raise UnusableText(self.refusal)
 
     def add(self, row: Row, tokens: numpy.ndarray, learn: numpy.ndarray | None) -> None:
         if not len(tokens) and not self._inside:

@@ -28,6 +28,7 @@ from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import read_values
 from fsdp2.run.dataset import open_data, reading_of
 from fsdp2.run.preflight import check_data
+from fsdp2.units import printable
 from fsdp2_extra.text import header_lines
 from fsdp2_extra.text.mixture import opened
 from fsdp2_extra.text.prepared import NAMED, places
@@ -54,6 +55,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     except UnusableText as error:
         raise ConfigError(str(error)) from None
     documents, tokens = (sum(meta[name].values()) for name in ("documents", "tokens"))
+    if meta["refused"]:
+        print(f"warning: {meta['refused']:,} can't be read, and a run needs --bad-samples drop")
+        print(f"  {printable(meta['refusal'])}")
     if unlearned := meta["unlearned"]:
         some = places(unlearned[:NAMED]) + ", …" * (len(unlearned) > NAMED)
         print(f"warning: no answer to learn ({some}); a run needs --bad-samples drop to leave them out")

@@ -116,7 +116,7 @@ RECORDS: dict[str, dict[str, str]] = {
         "epoch": "epochs done before it",
         "random_state_restored": "whether each rank goes on with its own random state",
         "note": "lines about what was cleaned, set aside or left out, or null",
-        "[bad_samples]": "by place, how many conversations `--bad-samples drop` leaves out: `too_long`, `no_answer`",
+        "[bad_samples]": "by place, how many `--bad-samples drop` leaves out: `too_long`, `no_answer`, `refused`",
     },
     "resume": {
         "header, step, epoch, random_state_restored, note, [bad_samples]": "as in `start`",
