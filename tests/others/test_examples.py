@@ -240,8 +240,8 @@ def test_dpo_goes_on_as_it_began(ranks: Ranks, tmp_path: Path) -> None:
             assert re.search(why, said)
     for end, value in {".maximize": True, "schedule.last_epoch": 0, ".weight_decay": 50.0}.items():
         forged = Path(shutil.copytree(tmp_path / "out", tmp_path / end))
-        (checkpoint,) = (forged / "checkpoints").glob("step-*2")
-        change_values(files.LocalFiles(checkpoint), functools.partial(_set, end, value))
+        (step,) = (forged / "checkpoints").glob("step-*2")
+        change_values(files.LocalFiles(step), functools.partial(_set, end, value))
         for said in ranks.run(_refused, folder, forged, "--epochs=3"):
             assert "its checkpoint has other settings of the optimizer, or of the schedule" in said
     # What a stranger's marker names beside these is no flag.
