@@ -123,7 +123,7 @@ def test_training_and_a_prompt_begin_alike(corpus: Path, tmp_path: Path, monkeyp
             return iter([])
 
         run = SimpleNamespace(config=config, device="cpu", world=runtime.world(), forward=None, weights="")
-        monkeypatch.setattr("fsdp2.infer.opened", lambda place, run=run, **_: nullcontext(run))
+        monkeypatch.setattr("fsdp2.infer.open_run", lambda place, run=run, **_: nullcontext(run))
         monkeypatch.setattr("fsdp2.infer.generate", generate)
         for prompt in ("a b", "<s> a b"):
             infer.go_on("run", prompt, new_tokens=1, temperature=0.0, seed=1)
@@ -140,7 +140,7 @@ def test_the_space_before_the_first_word_that_is_written_stays(
     made.save(str(tmp_path / "tokenizer.json"))
     config = parse(["--model=llama", f"--dataset=text:{corpus}", f"--tokenizer={tmp_path}", "--bos=never"])
     run = SimpleNamespace(config=config, device="cpu", world=runtime.world(), forward=None, weights="")
-    monkeypatch.setattr("fsdp2.infer.opened", lambda place, **_: nullcontext(run))
+    monkeypatch.setattr("fsdp2.infer.open_run", lambda place, **_: nullcontext(run))
     monkeypatch.setattr("fsdp2.infer.generate", lambda *_, **__: iter([2, 1]))
     assert infer.go_on("run", "once", new_tokens=2, temperature=0.0, seed=1)["text"] == " upon once"
     assert capsys.readouterr().out == "once upon once\n"

@@ -41,6 +41,7 @@ NOT_RUN = {
     ("docs/elastic.md", "export"): "needs two machines; run by tests/launchers/test_elastic.py",
     ("docs/elastic.md", "python -c"): "waits until it is ended",
     ("docs/clusters.md", "sbatch"): "needs SLURM; run by tests/slurm/test_slurm.py",
+    ("docs/clusters.md", "export"): "needs a network first, and then SLURM",
     (
         "docs/own-models.md",
         "python -m fsdp2.checkpoint import checkpoint-500",
@@ -263,6 +264,8 @@ def test_the_flags_of_a_plan_on_a_page_are_there_and_go_together() -> None:
     names = {field.name for field in dataclasses.fields(Config)}
     for command in commands:
         given = vars(plan_parser().parse_args(shlex.split(command, comments=True)))
+        if str(given.get("model")).startswith("hf:"):  # a folder of the reader's
+            given["model"] = "llama"
         Config(**{name: value for name, value in given.items() if name in names})
 
 

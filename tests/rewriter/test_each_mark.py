@@ -16,6 +16,7 @@ HEAD = "import copy\nimport torch\nfrom torch.distributed.fsdp import FullyShard
 ELSEWHERE = {
     "FC12",  # for readers of the table alone: with FSDP1, too, such a branch waits for ever
     "FC24",  # a file that can't be parsed: test_files.py
+    *("FC38", "FC39"),  # of a program with a configuration, or of a library: test_libraries.py
 }
 
 
