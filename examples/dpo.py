@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.fsdp import FSDPModule
 
 from fsdp2 import models
 from fsdp2.checkpoint import files, full_model, restore, saver, state, store, weights
@@ -25,6 +24,7 @@ from fsdp2.options.errors import ConfigError, flag_of
 from fsdp2.options.parser import Parser
 from fsdp2.options.values import chat_fields, checked, location, number, one_of, or_off, steps_or_share, whole, word_of
 from fsdp2.parallel import fully_sharded, groups, mesh, meta, precision
+from fsdp2.parallel.shards import groups_of
 from fsdp2.report.metrics import MetricsFile
 from fsdp2.run import restoring
 from fsdp2.run.parts import Base, checksum
@@ -151,9 +151,8 @@ def evaluated(policy, reference, flags, held_out: pairs.Pairs, device: torch.dev
     with torch.no_grad():
         for batch in evaluation_batches(held_out, at_a_time, dist.get_rank(), world, device):
             total += figures_of(policy, reference, flags.beta, batch.inputs, batch.targets) * batch.valid
-    for module in policy.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # as a backward would
+    for group in groups_of(policy):
+        group.reshard()  # as a backward would
     dist.all_reduce(total)
     return dict(zip(FIGURES, (total / len(held_out)).tolist(), strict=True))
 

@@ -209,6 +209,12 @@ def test_a_rate_or_a_count_that_is_not_of_the_schedule_is_told() -> None:
     assert restored(config, last_epoch=3, lr=1.0 * 0.7 * 0.7 * 0.7).go_on(12, before) is None
     said = restored(config, last_epoch=3, lr=300.0).go_on(12, before)
     assert said == "--schedule step goes on from the checkpoint's learning rate 300; another begins with --lr"
+    several = restored(config, last_epoch=0)
+    several.scheduler.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))], "lr": 0.3})
+    several.scheduler.base_lrs.append(config.lr)
+    assert str(several.go_on(0, before)).startswith(
+        "--schedule step goes on from the checkpoint's learning rate 0.3, 1;"
+    )
     cosine = Config(schedule="cosine", epochs=4)
     assert restored(cosine, last_epoch=8).go_on(8, before) is None
     assert restored(cosine, last_epoch=0).go_on(8, before) == (

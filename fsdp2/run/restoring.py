@@ -69,6 +69,7 @@ def _restore_all(job: Job, app: AppState, average: Ema | None, files: Files, *, 
 
 
 def _unlike(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+    """Name the values of a gradient scaler's state that no training leaves; "" if there are none."""
     good = {**ours, "scale": 0 < theirs["scale"] < float("inf") and theirs["scale"]}
     good["_growth_tracker"] = theirs["_growth_tracker"] % ours["growth_interval"]  # counted from 0 again when reached
     return ", ".join(f"{name} {theirs[name]}" for name in good if theirs[name] != good[name])

@@ -101,17 +101,15 @@ class Schedule:
         """
         name, step = self._config.schedule, self.scheduler.last_epoch
         if not self._by_epoch and step > trained:
-            raise ConfigError(
-                f"--resume: the checkpoint's schedule counts {step} steps, and its run has done {trained}"
-            )
+            raise ConfigError(f"--resume: the schedule counts {step} steps, and its run has done {trained}")
         self.course = course(self._length, self._batches, step, trained)
         if self._by_epoch:
-            rates = sorted({group["lr"] for group in self.scheduler.optimizer.param_groups})
-            wanted = [base * self._config.gamma**step for base in sorted(set(self.scheduler.base_lrs))]
+            rates = [group["lr"] for group in self.scheduler.optimizer.param_groups]
+            wanted = [base * self._config.gamma**step for base in self.scheduler.base_lrs]
             # Multiplied epoch by epoch, a rate differs from that in its last bits.
             if all(map(math.isclose, rates, wanted)):
                 return None
-            words = ", ".join(f"{rate:g}" for rate in rates)
+            words = ", ".join(f"{rate:g}" for rate in sorted({*rates}))
             return f"--schedule step goes on from the checkpoint's learning rate {words}; another begins with --lr"
         rate = factor(self._config, step, self.course)
         for group, base in zip(self.scheduler.optimizer.param_groups, self.scheduler.base_lrs, strict=True):

@@ -87,6 +87,7 @@ def test_a_job_whose_time_is_over_is_queued_again_if_it_has_got_on(job: Job, tmp
     assert (status, job.asked.exists()) == (1, False)
     assert "no checkpoint is newer than this start of the job, so it isn't queued again" in err
     assert job.run("--run-dir=s3://bucket/run")[0] == 0, "a bucket isn't looked into"
+    assert job.run("--run-dir=s3://bucket/run", "--checkpoint-every", "never")[0] == 1
 
 
 @pytest.mark.parametrize(
@@ -109,7 +110,10 @@ def test_where_a_run_began_is_for_its_first_start(job: Job, tmp_path: Path) -> N
     (tmp_path / "run" / "checkpoints" / "step-00000012").mkdir(parents=True)
     (tmp_path / "run" / "checkpoints" / "step-00000012" / "COMMIT.json").touch()
     assert "--resume=auto" not in job.run(*flags)[1]
-    assert "|--resume=elsewhere/step-00000009|--resume=auto|" in job.run(*flags, SLURM_RESTART_COUNT="1")[1]
+    assert (
+        "|--resume=elsewhere/step-00000009|--resume=auto|--no-resume-partial|"
+        in job.run(*flags, SLURM_RESTART_COUNT="1")[1]
+    )
 
 
 def test_what_a_job_is_given_by_the_environment(job: Job) -> None:
