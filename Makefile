@@ -310,9 +310,11 @@ dev: $(VENV)/.dev  ## what tests and linters need, in .venv: .venv/bin/python -m
 
 MIGRATION = tests/migrate tests/rewriter tests/upstream
 # What reads runs or starts them, and is itself read by no training; and bad files in their hundreds. Of the planner, which
-# executes the training, its memory, saves and schedule stay.
-PLANNER = $(patsubst %,tests/plan/test_%.py,calibration command page published search second_opinion)
-APART = $(MIGRATION) $(PLANNER) tests/commands tests/comparing tests/doctor tests/fuzz tests/memory tests/tune
+# executes the training, its memory and saves stay; of URLs whole runs and who holds one, without servers that fail.
+PLANNER = $(patsubst %,tests/plan/test_%.py,calibration command page published search second_opinion time)
+SERVERS = tests/remote/test_failures.py tests/remote/test_files.py
+APART = $(MIGRATION) $(PLANNER) $(SERVERS) tests/commands tests/comparing tests/doctor tests/fuzz tests/memory \
+  tests/slurm tests/test_gpu_lane.py tests/tune
 TOOLS = tests/plan tests/tune tests/comparing tests/doctor tests/memory tests/commands tests/launchers
 
 test: $(VENV)/.dev  ## what a change of training can break, with the newest torch (18 min)

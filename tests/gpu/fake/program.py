@@ -327,7 +327,7 @@ def transformers(folder: Path) -> dict[str, list[str]]:
     }
 
 
-def main(result: Path, folder: Path) -> None:
+def main(result: Path, folder: Path, names: list[str]) -> None:
     found: dict[str, Any] = {"cases": {}, "mutants": {}, "mixed": ""}
 
     def guarded(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -338,8 +338,8 @@ def main(result: Path, folder: Path) -> None:
 
     cases = {**CASES, **transformers(folder)}
     with a_gpu():
-        for name, flags in cases.items():
-            found["cases"][name] = guarded(of_case, name, flags)
+        for name in names:
+            found["cases"][name] = guarded(of_case, name, cases[name])
         for name, change in MUTANTS.items():
             found["mutants"][name] = guarded(of_mutant, change)
         found["mixed"] = guarded(mixed)
@@ -348,4 +348,4 @@ def main(result: Path, folder: Path) -> None:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        main(Path(sys.argv[1]), Path(folder))
+        main(Path(sys.argv[1]), Path(folder), sys.argv[2:])
