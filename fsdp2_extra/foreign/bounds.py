@@ -50,6 +50,7 @@ class Foreign:
         fix: what to do about a file that goes beyond its bounds.
         size: its bytes.
         memory: of bytes, how many it has beside those that grow with `size`; None = `MEMORY`.
+        seconds: of a processor, likewise; None = `SECONDS`.
     """
 
     name: str
@@ -57,11 +58,13 @@ class Foreign:
     fix: str
     size: int = 0
     memory: int | None = None
+    seconds: float | None = None
 
     def limits(self, given: int) -> tuple[float, int, int]:
         """Seconds of a processor, bytes of memory and bytes of an answer, with so many bytes of input."""
         size, memory = self.size + given, MEMORY if self.memory is None else self.memory
-        return (SECONDS + SECONDS_PER_BYTE * size, memory + MEMORY_PER_BYTE * size, ANSWER + ANSWER_PER_BYTE * size)
+        seconds = SECONDS if self.seconds is None else self.seconds
+        return (seconds + SECONDS_PER_BYTE * size, memory + MEMORY_PER_BYTE * size, ANSWER + ANSWER_PER_BYTE * size)
 
 
 def in_bounds(make: Callable[[], T], foreign: Foreign) -> T:

@@ -8,7 +8,6 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
-from time import monotonic
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from fsdp2.options.own_model import require_named
 from fsdp2.options.parser import flags_of_table, to_flags
 from fsdp2.options.settings_file import read_table
 from fsdp2.options.values import LONGEST_PATH
+from fsdp2_extra.foreign.bounds import Foreign, run_in_bounds
 from fsdp2_tools.plan.device import Gpu
 from fsdp2_tools.plan.execute import Runs
 from fsdp2_tools.plan.plans import plan
@@ -32,7 +32,7 @@ FITTED = ("computing", "memory", "links", "operator", "exchange")
 PULL = 0.1
 STEPS = 12  # of the fit; each measures how every rate changes every time
 LEAST, MOST = 3, 1000  # trials, of which a search makes no more
-LONGEST = 300  # seconds for planning them: a file may ask for any model on any number of ranks
+LONGEST = 300  # seconds of a processor for planning them: a file may ask for any model on any number of ranks
 LEAST_SPREAD = 0.05
 Factors = tuple[float, ...]  # natural logarithms of those of FITTED
 
@@ -86,20 +86,22 @@ def read(place: str, gpu: Gpu, config: Config, say: Callable[[str], None]) -> li
         raise ConfigError(f"{where}: was measured on {shown(str(device))}, and --gpu {gpu.name} is {wanted}")
     say(f"planning the {len(measured)} trials of {place}")
     ranks = values["facts"]["world_size"]
-    trials: list[Trial] = []
-    own, began = to_flags(config), monotonic()
-    for flags, milliseconds in measured:
-        same = {name.replace("-", "_"): value for name, value in flags.items() if value == own.get(name)}
-        require_named(flags, same, where)
-        if trials and monotonic() - began > LONGEST:
-            raise ConfigError(f"{where}: {LONGEST} s were enough for {len(trials)} of its {len(measured)}; leave fewer")
-        try:
-            one = plan(Config(**flags_of_table(Config, flags, "its flags")), ranks, gpu, None, keep=True)
-        except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from None
-        assert one.runs is not None, "they are kept"
-        trials.append(Trial(one.config, ranks, milliseconds, one.runs))
-    return trials
+    own, known = to_flags(config), f"{where}, its {len(measured)} trials"
+
+    def executed() -> list[Trial]:
+        trials: list[Trial] = []
+        for flags, milliseconds in measured:
+            same = {name.replace("-", "_"): value for name, value in flags.items() if value == own.get(name)}
+            require_named(flags, same, where)
+            try:
+                one = plan(Config(**flags_of_table(Config, flags, "its flags")), ranks, gpu, None, keep=True)
+            except ConfigError as error:
+                raise ConfigError(f"{where}: {error}") from None
+            assert one.runs is not None, "they are kept"
+            trials.append(Trial(one.config, ranks, milliseconds, one.runs))
+        return trials
+
+    return run_in_bounds(executed, Foreign(known, ConfigError, "leave fewer, or smaller ones", seconds=LONGEST))
 
 
 def _measured(values: Mapping[str, Any]) -> list[tuple[dict[str, Any], float]]:

@@ -151,9 +151,20 @@ def test_a_file_that_is_wrong_is_refused_in_one_line(tmp_path: Path, change: Any
 
 
 def test_a_plan_waits_so_long_for_trials_and_no_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "LONGEST", 0)
-    with pytest.raises(ConfigError, match=r"trials\.json: 0 s were enough for 1 of its 3; leave fewer"):
-        main([*SMALL, "--ranks=2", "--gpu=cpu", f"--calibration={_file(tmp_path)}"])
+    monkeypatch.setattr(calibration, "LONGEST", 2)
+
+    def one_of_a_million_chunks(values: Any) -> None:
+        values["trials"][0]["flags"] |= {
+            "chunked-loss": 1,
+            "seq-len": 1_000_000,
+            "model": "llama",
+            "model-size": "debug",
+        }
+        values["trials"][0]["flags"] |= {"dataset": "random-tokens"}
+
+    made_up = _file(tmp_path, one_of_a_million_chunks)
+    with pytest.raises(ConfigError, match=r"json, its 3 trials: takes more than 2 seconds .*; leave fewer, or smaller"):
+        main([*SMALL, "--ranks=2", "--gpu=cpu", f"--calibration={made_up}"])
 
 
 def test_a_calibration_needs_rates_and_a_json_file(tmp_path: Path) -> None:
