@@ -15,6 +15,8 @@ from fsdp2.config import Config, parse
 from fsdp2.infer import parse as parse_infer
 from fsdp2.options.errors import ConfigError, flag_of
 from fsdp2.options.parser import OTHERS, instead
+from fsdp2.run.directory.rundir import RunDir
+from fsdp2.run.trained import read_config
 from fsdp2_tools.data.options import parse as parse_data
 
 LR = "--learning-rate: no such flag; here it is --lr"
@@ -45,6 +47,14 @@ def test_a_file_of_settings_is_told_the_same(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text("learning_rate = 1e-5\n")
     with pytest.raises(ConfigError, match=r"run\.toml: learning_rate is not a flag; here it is --lr$"):
         parse(["--config", str(tmp_path / "run.toml")])
+
+
+def test_a_models_own_configuration_is_told_from_a_runs(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}')
+    with pytest.raises(ConfigError, match=r"config\.json: model_type is not a flag; .*: train it by --model hf:FOLDER"):
+        parse(["--config", str(tmp_path / "config.json")])
+    with pytest.raises(ConfigError, match=r"config\.json: model_type is not a flag; .*: train it by --model hf:FOLDER"):
+        read_config(RunDir(tmp_path))
 
 
 def test_each_name_leads_to_a_flag_that_there_is() -> None:

@@ -132,7 +132,7 @@ def read_file(options: type, place: str, given: Mapping[str, Any] = {}, *, calle
 def flags_of_table(options: type, values: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Values by their field of a dataclass, of those by their flag. Raises ConfigError, which `where` begins."""
     known = {field.name.replace("_", "-"): field.name for field in dataclasses.fields(options)}
-    for key in values:
+    for key in sorted(values, key=lambda key: key != "model_type"):  # a model's own config.json is told by that
         if key not in known:
             hint = instead(flag_of(key), list(map(flag_of, known)), "the flags are those of fsdp2.train --help")
             raise ConfigError(f"{where}: {shown(key)} is not a flag; {hint}")
