@@ -28,8 +28,9 @@ from fsdp2.parallel.shards import groups_of
 from fsdp2.report.metrics import MetricsFile
 from fsdp2.run import restoring
 from fsdp2.run.parts import Base, checksum
+from fsdp2.run.process import runtime
 from fsdp2.run.process.ending import exit_status
-from fsdp2.run.process.group import broadcast
+from fsdp2.run.process.group import broadcast, process_group
 from fsdp2.run.schedule import Schedule
 from fsdp2_extra.models import lora
 from fsdp2_extra.text import pairs
@@ -47,10 +48,7 @@ FLAGS = {
     "global_batch_size": (4, whole(1), "pairs in a step, over all ranks"),
     "seq_len": (1024, whole(2), "the most tokens of a question with an answer; none is cut"),
     "bad_samples": ("refuse", one_of("refuse", "drop"), "pairs that are too long, or have no two answers"),
-    "pairs_as": (
-        *(None, one_of("chat", "text")),
-        "texts through the chat template, or raw; unset = chat, and raw for two texts without a prompt",
-    ),
+    "pairs_as": (None, one_of("chat", "text"), "texts through the chat template, or raw; unset = raw without prompts"),
     "eval_pairs": (None, location, "pairs that are evaluated after each epoch, and not learned"),
     "checkpoint_every": (100, whole(1), "steps between checkpoints"),
     "chat_fields": (None, chat_fields, "a file's names of fields: prompt=question,chosen=good; ; before --eval-pairs'"),
@@ -100,7 +98,7 @@ def in_a_line():
 
 
 def spec_of(flags):
-    """The model as transformers has it, with adapters if there are to be some."""
+    """The specification of transformers' model, with adapters if `--lora` asks for them."""
     dtype = precision.DTYPES[flags.mixed_precision or "fp32"]
     adapters = lora.Lora(flags.lora, 2.0 * flags.lora, base_dtype=dtype, weights=flags.model) if flags.lora else None
     return models.get(f"hf:{flags.model}", lora=adapters)
@@ -213,9 +211,9 @@ def train(flags, data: pairs.Pairs, device: torch.device, steps: int, held_out: 
         if batches.at_end():
             batches.next_epoch()
         (batch,) = next(iter(batches))
-        # A rank that has no pair in this step has another's, which counts nothing.
+        # A rank without a pair in this step computes another rank's, with weight 0.
         figures = figures_of(policy, reference, flags.beta, batch.inputs, batch.targets) * batch.valid / batch.samples
-        (figures[0] * world).backward()  # FSDP averages over ranks what is to be a sum
+        (figures[0] * world).backward()  # FSDP averages over ranks, and this is a sum
         norm = fully_sharded.clip(learned, flags.clip_grad_norm or math.inf)
         rate = optimizer.param_groups[0]["lr"]
         optimizer.step()
@@ -237,7 +235,7 @@ def train(flags, data: pairs.Pairs, device: torch.device, steps: int, held_out: 
             say(f"wrote {place.checkpoint(step)}")
     metrics.close()
     exported = f"{flags.out}/model-{steps}"
-    full_model.while_rank_0(lambda: os.path.exists(exported) or leave(flags, steps))
+    full_model.while_rank_0(lambda: os.path.exists(exported) or export_model(flags, steps))
     say(f"wrote {exported}" if found else f"{flags.out} is finished; {exported} has its model")
     return found
 
@@ -246,7 +244,7 @@ def in_words(figures: dict[str, float]) -> str:
     return "  ".join(f"{name} {value:.4f}" for name, value in figures.items())
 
 
-def leave(flags, steps: int):
+def export_model(flags, steps: int):
     spec, to = spec_of(flags), "peft" if flags.lora else "hf"
     like = spec.on_meta("own"), spec.files("own")
     adapters = read_adapters(like[1][lora.FILE], flags.out) if flags.lora else None
@@ -257,9 +255,9 @@ def leave(flags, steps: int):
 if __name__ == "__main__":
     with exit_status():
         flags = parse()
-        if flags.global_batch_size < (world := int(os.environ.get("WORLD_SIZE", 1))):
-            few = f"--global-batch-size {flags.global_batch_size}"
-            raise ConfigError(f"{few}: fewer pairs than the {world} ranks that share them; give {world} or more")
+        world, few = runtime.world(), f"--global-batch-size {flags.global_batch_size}: fewer pairs than"
+        if flags.global_batch_size < (ranks := world.world_size):
+            raise ConfigError(f"{few} the {ranks} ranks that share them; give {ranks} or more")
         with in_a_line():
             spec = spec_of(flags)
             if spec.task != "causal":
@@ -268,10 +266,6 @@ if __name__ == "__main__":
             how |= {"as_": flags.pairs_as, "drop": flags.bad_samples == "drop", "vocab_size": spec.vocab_size("own")}
             named = by_source([one for one in (flags.pairs, flags.eval_pairs) if one], flags.chat_fields)
             data, *held_out = [pairs.load(place, flags.model, fields=own, **how) for place, own in named]
-        alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # without torchrun
-        dist.init_process_group(**({} if "RANK" in os.environ else alone))
-        device = torch.device("cuda", dist.get_node_local_rank(0)) if torch.cuda.is_available() else torch.device("cpu")
-        steps = flags.epochs * -(-len(data) // flags.global_batch_size)
-        train(flags, data, device, steps, *held_out)
-        dist.barrier()  # gloo lets go of what the last exchange held; as Python ends, that aborts (pytorch 190489)
-        dist.destroy_process_group()
+        device = runtime.pick_device("auto", world)
+        with process_group(world, device):
+            train(flags, data, device, flags.epochs * -(-len(data) // flags.global_batch_size), *held_out)

@@ -36,7 +36,7 @@ def train(out: Path, folder: str, device: torch.device, steps: int = 6, norm: fl
         order = torch.randperm(len(TEXT), generator=torch.Generator().manual_seed(step))  # on any number of ranks
         tokens = TEXT[order[:ROWS].tensor_split(ranks.size())[dist.get_rank()]].to(device)
         loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss * len(tokens) / ROWS
-        (loss * ranks.size()).backward()  # FSDP averages over ranks what is to be a sum
+        (loss * ranks.size()).backward()  # FSDP averages over ranks, and this is a sum
         fully_sharded.clip(model.parameters(), norm)
         optimizer.step()
         optimizer.zero_grad()
@@ -52,7 +52,7 @@ def train(out: Path, folder: str, device: torch.device, steps: int = 6, norm: fl
 if __name__ == "__main__":
     dist.init_process_group()
     device = torch.device("cuda", dist.get_node_local_rank()) if torch.cuda.is_available() else torch.device("cpu")
-    out, folder = Path(sys.argv[1]), [*sys.argv, f"{sys.argv[1]}/tiny"][2]
+    out, folder = Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else f"{sys.argv[1]}/tiny"
     if len(sys.argv) == 2:
         full_model.while_rank_0(lambda: LlamaForCausalLM(LlamaConfig.from_dict(TINY)).save_pretrained(folder))
     print(train(out, folder, device))

@@ -238,7 +238,7 @@ def engine_of(config: Config, start: Start) -> Engine:
 
 @record  # lets torchrun show the traceback of the rank that failed first
 def cli() -> None:
-    """The command line, as one rank; its exit status. A collective call."""
+    """Run the command line as one rank, and exit with its status. A collective call."""
     with ending.exit_status():
         end = main(parse())
     if fails_to_torchrun(end["reason"]):

@@ -26,9 +26,9 @@ from fsdp2.options.errors import ConfigError
 from fsdp2.run.directory.rundir import RunDir
 from fsdp2.run.preflight import check_world, preflight
 from fsdp2.run.process import ending
-from fsdp2.run.process.group import RunStopped
+from fsdp2.run.process.group import RunStopped, backend
 from fsdp2.run.process.runtime import World
-from fsdp2.units import install
+from fsdp2.units import install, tell
 from fsdp2_extra.remote.files import RemoteFiles
 from fsdp2_extra.trackers.logins import VARIABLES
 from launchers.artifacts import artifacts
@@ -115,7 +115,7 @@ def cluster(options: RayOptions, *, log_to_driver: bool = True) -> Iterator[None
 
 
 def check_address(address: str) -> None:
-    """Raises ConfigError, within 20 s, if no cluster answers at HOST:PORT. Ray itself would try for minutes."""
+    """Raise ConfigError, within 20 s, if no cluster answers at HOST:PORT. Ray itself would try for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=5).close()
@@ -135,7 +135,7 @@ def check_address(address: str) -> None:
 
 
 def surroundings(config: Config | None = None) -> dict[str, Any]:
-    """Of the process in which a user has started a run: what its workers take over, logins of its trackers too."""
+    """The folder and variables that workers take over from the process that starts them, logins of trackers too."""
     own = {"OMP_NUM_THREADS", *(VARIABLES if config is not None and trackers_of(config) else ())}
     environment = {name: value for name, value in os.environ.items() if name.startswith("FSDP2_") or name in own}
     return {"folder": os.getcwd(), "environment": environment}
@@ -156,14 +156,14 @@ def ray_storage(place: str) -> tuple[str, Any]:
 def fit(
     options: RayOptions,
     config: Config,
-    place: str,
+    storage: str,
     name: str,
     around: dict[str, Any],
     *,
     cpus_per_worker: float = 1.0,
     callbacks: Sequence[Any] = (),
 ) -> Any:
-    """Run the training `name`, below the folder or URL `place`, on a connected cluster; Ray's Result."""
+    """Run the training `name`, below the folder or URL `storage`, on a connected cluster; Ray's Result."""
     from launchers.ray_worker import train_worker
 
     gpu = wants_gpu(options, config, resources())
@@ -171,13 +171,13 @@ def fit(
     # Our store alone knows what is committed. Ray's list would refuse what retention has removed since.
     if run.files.size(SNAPSHOT) is not None:
         run.files.unlink(SNAPSHOT)
-    job = {**around, "config": dataclasses.asdict(config), "filesystem": ray_storage(place)[1]}
+    job = {**around, "config": dataclasses.asdict(config), "filesystem": ray_storage(storage)[1]}
     result = on_workers(
         train_worker,
         job,
         options,
         gpu,
-        place,
+        storage,
         name,
         max_failures=options.max_failures,
         cpus_per_worker=cpus_per_worker,
@@ -193,7 +193,7 @@ def on_workers(
     job: dict[str, Any],
     options: RayOptions,
     gpu: bool,
-    place: str,
+    storage: str,
     name: str,
     *,
     max_failures: int = 0,
@@ -208,11 +208,11 @@ def on_workers(
     from ray.train.torch import TorchConfig, TorchTrainer
 
     least, most = options.num_workers
-    storage, filesystem = ray_storage(place)
+    path, filesystem = ray_storage(storage)
     trainer = TorchTrainer(
         function,
         train_loop_config=job,
-        torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if gpu else "gloo"),
+        torch_config=TorchConfig(backend=backend(gpu=gpu)),
         scaling_config=ScalingConfig(
             num_workers=most if least == most else (least, most),
             use_gpu=gpu,
@@ -221,7 +221,7 @@ def on_workers(
         ),
         run_config=RunConfig(
             name=name,
-            storage_path=storage,
+            storage_path=path,
             storage_filesystem=filesystem,
             failure_config=FailureConfig(max_failures=max_failures),
             logging_config=LoggingConfig(log_level="WARNING"),
@@ -284,15 +284,15 @@ def wants_gpu(options: RayOptions, config: Config, resources: dict[str, float]) 
 
 
 def run_as_program(main: Callable[[Sequence[str]], Any]) -> None:
-    """Print failures for a user of the command line; the exit status."""
+    """Call `main` with the command line's words. Print failures for its user, and exit with their status."""
     with ending.exit_status():
         try:
             main(sys.argv[1:])
         except TrainingFailed as error:
-            print(f"fsdp2: error: {error}", file=sys.stderr)
+            tell(f"error: {error}")
             sys.exit(1)
         except KeyboardInterrupt:
-            print("fsdp2: interrupted; the same --run-dir, or --storage-path and --name, goes on", file=sys.stderr)
+            tell("interrupted; the same --run-dir, or --storage-path and --name, goes on")
             sys.exit(130)
 
 

@@ -58,13 +58,13 @@ class TuneOptions:
 
 def main(arguments: Sequence[str] | None = None) -> Any:
     """Search as a command line says; Ray's ResultGrid. Raises ConfigError before anything is started."""
-    (tune, options), config = parse_groups(
+    (asked, options), config = parse_groups(
         arguments,
         "launchers.ray_tune",
         {"the search": TuneOptions, "Ray, for each trial": RayOptions},
         "Search over flags with Ray Tune. Each trial is a run of launchers.ray_train.",
     )
-    space = parse_search(tune.search)
+    space = parse_search(asked.search)
     example_config(config, space)
     check_versions(config)
     require_trackers(config)
@@ -72,15 +72,15 @@ def main(arguments: Sequence[str] | None = None) -> Any:
     storage, name, config = place(options, config, prefix="tune")
     config = same_global_batch(options.num_workers, config)
     check_world(config, World(0, options.num_workers.most, 0, options.num_workers.most))
-    what = {**to_flags(tune), **to_flags(config)}
+    what = {**to_flags(asked), **to_flags(config)}
     refuse_another_search(f"{storage}/{name}", what)
     prepare(options.address)
     with ray_train.cluster(options, log_to_driver=False):
         ray_train.wants_gpu(options, config, ray_train.resources())
         remember(f"{storage}/{name}", what)
         with interruptible():
-            results = search(tune, options, config, space, storage, name)
-    print("\n".join(table(results, tune, options, config, storage, name)))
+            results = search(asked, options, config, space, storage, name)
+    print("\n".join(table(results, asked, options, config, storage, name)))
     return results
 
 
@@ -140,15 +140,15 @@ def remember(place: str, what: dict[str, Any]) -> None:
     publish(files, SEARCH, (json.dumps(what, indent=1) + "\n").encode())
 
 
-def search(tune: TuneOptions, options: RayOptions, config: Config, space: Space, storage: str, name: str) -> Any:
+def search(asked: TuneOptions, options: RayOptions, config: Config, space: Space, storage: str, name: str) -> Any:
     """Run the trials that are not done yet."""
-    from ray import tune as ray_tune
+    from ray import tune
     from ray.tune.schedulers import AsyncHyperBandScheduler
 
     around = {**ray_train.surroundings(config), "in_trial": True}
 
     def trial(sampled: dict[str, Any]) -> None:
-        one = f"run-{ray_tune.get_context().get_trial_id()}"
+        one = f"run-{tune.get_context().get_trial_id()}"
         own = dataclasses.replace(config, **sampled, run_dir=f"{storage}/{name}/{one}")
         ray_train.fit(
             options,
@@ -157,11 +157,11 @@ def search(tune: TuneOptions, options: RayOptions, config: Config, space: Space,
             one,
             around,
             cpus_per_worker=CPUS_PER_WORKER,
-            callbacks=[reports_to_tune(tune.metric)],
+            callbacks=[reports_to_tune(asked.metric)],
         )
 
     at_once = max(1, int(ray_train.resources().get("CPU", 0)) // options.num_workers.most)
-    what = f"search: {tune.trials} trials of {config.epochs} epochs, {at_once} at a time, in {storage}/{name}"
+    what = f"search: {asked.trials} trials of {config.epochs} epochs, {at_once} at a time, in {storage}/{name}"
     return run_trials(
         trial,
         options,
@@ -169,14 +169,14 @@ def search(tune: TuneOptions, options: RayOptions, config: Config, space: Space,
         name,
         at_once=at_once,
         what=what,
-        callbacks=[progress(tune.metric)],
+        callbacks=[progress(asked.metric)],
         param_space={field: ray_way(choice) for field, choice in space.items()},
-        num_samples=tune.trials,
-        metric=tune.metric,
-        mode="max" if HIGHER_IS_BETTER[tune.metric] else "min",
+        num_samples=asked.trials,
+        metric=asked.metric,
+        mode="max" if HIGHER_IS_BETTER[asked.metric] else "min",
         # One epoch more than there are: who gets to the end is not stopped while it writes its full model.
-        scheduler=AsyncHyperBandScheduler(max_t=config.epochs + 1, grace_period=min(tune.grace, config.epochs))
-        if tune.stop_early
+        scheduler=AsyncHyperBandScheduler(max_t=config.epochs + 1, grace_period=min(asked.grace, config.epochs))
+        if asked.stop_early
         else None,
     )
 
@@ -197,28 +197,28 @@ def run_trials(
 
     Args:
         trial: starts its workers with CPUS_PER_WORKER each.
-        what: told where nothing is there yet.
+        what: a line to print when the search is new.
         settings: of Ray's TuneConfig.
     """
-    from ray import tune as ray_tune
+    from ray import tune
 
     path, filesystem = ray_train.ray_storage(storage)
     cpus = CPUS_PER_TRIAL_AND_WORKER * options.num_workers.most
-    trainable = ray_tune.with_resources(trial, {"cpu": cpus})
-    if ray_tune.Tuner.can_restore(f"{path}/{name}", storage_filesystem=filesystem):
+    trainable = tune.with_resources(trial, {"cpu": cpus})
+    if tune.Tuner.can_restore(f"{path}/{name}", storage_filesystem=filesystem):
         print(f"going on with the search in {storage}/{name}", flush=True)
-        return ray_tune.Tuner.restore(
+        return tune.Tuner.restore(
             f"{path}/{name}", trainable=trainable, resume_errored=True, storage_filesystem=filesystem
         ).fit()
     if what:
         print(what, flush=True)
-    return ray_tune.Tuner(
+    return tune.Tuner(
         trainable,
         param_space=param_space,
-        tune_config=ray_tune.TuneConfig(
+        tune_config=tune.TuneConfig(
             max_concurrent_trials=at_once, trial_dirname_creator=lambda trial: f"tune-{trial.trial_id}", **settings
         ),
-        run_config=ray_tune.RunConfig(
+        run_config=tune.RunConfig(
             name=name, storage_path=path, storage_filesystem=filesystem, verbose=0, callbacks=list(callbacks)
         ),
     ).fit()
@@ -294,18 +294,18 @@ def said(sampled: dict[str, Any]) -> str:
     return "  ".join(f"{flag_of(name)} {value}" for name, value in sampled.items())
 
 
-def table(results: Any, tune: TuneOptions, options: RayOptions, config: Config, storage: str, name: str) -> list[str]:
+def table(results: Any, asked: TuneOptions, options: RayOptions, config: Config, storage: str, name: str) -> list[str]:
     """The trials, best first, and the command that repeats the best. Raises TrainingFailed if none has a result."""
-    sign = -1 if HIGHER_IS_BETTER[tune.metric] else 1
+    sign = -1 if HIGHER_IS_BETTER[asked.metric] else 1
     done = sorted(
-        (result for result in results if tune.metric in (result.metrics or {})),
-        key=lambda result: (math.isnan(value := result.metrics[tune.metric]), sign * value),
+        (result for result in results if asked.metric in (result.metrics or {})),
+        key=lambda result: (math.isnan(value := result.metrics[asked.metric]), sign * value),
     )
-    if not done or math.isnan(done[0].metrics[tune.metric]):
+    if not done or math.isnan(done[0].metrics[asked.metric]):
         raise ray_train.TrainingFailed(f"no trial has a result; the first error:\n{next(iter(results.errors), None)}")
-    lines = [f"{'trial':<14}  {tune.metric:>9}  epochs  flags"]
+    lines = [f"{'trial':<14}  {asked.metric:>9}  epochs  flags"]
     for result in done:
-        value, epochs = result.metrics[tune.metric], result.metrics["epoch"] + 1
+        value, epochs = result.metrics[asked.metric], result.metrics["epoch"] + 1
         lines.append(f"{result.metrics['trial_id']:<14}  {value:>9.4f}  {epochs:>6}  {said(result.config)}")
     best = dataclasses.replace(config, **done[0].config, run_dir=None)
     where = f"{storage}/{name}/run-{done[0].metrics['trial_id']}"

@@ -122,7 +122,7 @@ class Reporter:
             self._report()
 
     def _end(self, data: dict[str, Any]) -> None:
-        full = self.run.files.at(self.run.full_model.parent.name)
+        full = self.run.files.at(self.run.full_folder.name)
         if broadcast(self.run.has_full_model(data["step"])):
             here = self._at(str(full)) if runtime.world().rank == 0 else None
             self._hand_over({"step": data["step"]}, here, full_model=True)

@@ -162,9 +162,8 @@ def test_weights_that_are_no_numbers_are_called_so(train: Train, ranks: Ranks, t
 
 def _shards_only(run: Path) -> float:
     """The largest share of a parameter that a rank holds when the weights are loaded."""
-    from fsdp2.run.directory.rundir import RunDir
+    from fsdp2.run.directory.rundir import RunDir, read_config
     from fsdp2.run.process import runtime
-    from fsdp2.run.trained import read_config
 
     found = {}
     real = trained.parallelize

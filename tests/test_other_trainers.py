@@ -15,8 +15,7 @@ from fsdp2.config import Config, parse
 from fsdp2.infer import parse as parse_infer
 from fsdp2.options.errors import ConfigError, flag_of
 from fsdp2.options.parser import OTHERS, instead
-from fsdp2.run.directory.rundir import RunDir
-from fsdp2.run.trained import read_config
+from fsdp2.run.directory.rundir import RunDir, read_config
 from fsdp2_tools.data.options import parse as parse_data
 
 LR = "--learning-rate: no such flag; here it is --lr"

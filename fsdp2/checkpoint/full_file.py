@@ -73,9 +73,7 @@ def read_same(path: Path, targets: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def vouched_step(folder: Files, file: str | None) -> int | None:
-    """The step of which a marker in the folder says that a file is, after the file's hash was compared.
-
-    Without a file, that all files are which it lists.
+    """The step that a folder's marker gives for a file, or for all that it lists, after their hashes were compared.
 
     None if there is no marker, or it doesn't list the file: it may be of any step, and may be damaged. Raises
     DamagedCheckpoint if the file isn't as it was saved, or the marker can't be read.

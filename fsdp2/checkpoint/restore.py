@@ -1,4 +1,4 @@
-"""Restoring as a collective operation: what a checkpoint holds, strictly into what there is here."""
+"""Restoring as a collective operation: a checkpoint into the objects of a run, which must match it exactly."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ _BY_VALUES = (ValueError, TypeError, LookupError, AttributeError, AssertionError
 def open_together(
     checkpoint: Files, *, hashes: bool = True, sharers: tuple[int, int] | None = None
 ) -> tuple[dict[str, Any], SafeReader]:
-    """The marker of a checkpoint, and a reader that compares each file with it, one rank each. A collective call.
+    """The marker of a checkpoint, and a reader that compares files with it, each on one rank. A collective call.
 
-    `sharers` are this rank's number among those that read the same files, and how many they are; None is all ranks.
+    `sharers`: this rank's number among those that read the same files, and how many they are; None is all ranks.
     Sizes and `.metadata` are compared here. The hash of any other file is compared while the reader reads it, so what
     is loaded must not be used before all ranks have loaded. Without `hashes` its size is trusted.
 
@@ -77,9 +77,9 @@ def restore(checkpoint: Files, app: AppState, *, hashes: bool = True, sharers: t
     `hashes` False trusts the sizes of its files, for `sharers` see `open_together`. If this raises, discard the model
     and the optimizer.
 
-    Returns whether the ranks' random generators were restored. At another world size, or from a run without
-    the GPU that there is now, they are other generators, and the caller must seed them. Raises
-    DamagedCheckpoint, or ValueError that lists what differs.
+    Returns whether the ranks' random generators were restored. A checkpoint of another world size, or of a run without
+    the GPU that there is now, has none for them, and the caller must seed them. Raises DamagedCheckpoint, or ValueError
+    that lists what differs.
     """
     marker, reader = open_together(checkpoint, hashes=hashes, sharers=sharers)
     if marker.get("imported"):
@@ -99,7 +99,7 @@ def restore(checkpoint: Files, app: AppState, *, hashes: bool = True, sharers: t
 
 
 def _restore_imported(checkpoint: Files, app: AppState, marker: Mapping[str, Any], reader: SafeReader) -> None:
-    """Load another program's checkpoint: the model, perhaps its optimizer, and of how a run stands at most the step."""
+    """Load another program's checkpoint: the model, and the optimizer and the step if it has them."""
     saved = reader.read_metadata().state_dict_metadata
     if not any(name.startswith("app.optim.") for name in saved):
         _load(WeightsOnly(app.model, app.source), reader)

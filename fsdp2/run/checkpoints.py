@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Reporting(Protocol):
-    """The interface that this room needs of the run's reports."""
+    """The part of a run's reports that this module uses."""
 
     def emit(self, kind: str, data: dict[str, Any]) -> None: ...
 
@@ -63,7 +63,7 @@ class Checkpoints:
         reports: Reporting,
         watch: Watch,
     ) -> None:
-        """`reports`: where to report to. `watch`: must know that a save may take long."""
+        """`memory`: of `--memory-checkpoint`. `watch` is told of each save, since one may take long."""
         self.config, self.hold, self.run, self.progress = config, job.hold, job.run, progress
         self._app, self._weights, self._memory, self._reports, self._watch = app, engine.weights, memory, reports, watch
         world = runtime.world()
@@ -91,7 +91,7 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        """Wait until old checkpoints are removed, also after an error: then another run may have the directory."""
+        """Wait until old checkpoints are removed, after an error too: another run may take the directory next."""
         self._saver.wait_for_removal()
 
     def save(self, epoch: int, *, last: bool = False) -> None:
@@ -99,15 +99,15 @@ class Checkpoints:
 
         With --checkpoint-every never nothing is written; the `last` call checks the state all the same.
 
-        Raises SaveFailed on every rank if a save failed and the run is to stop then, and RunStopped, before anything is
-        written, if the weights are no numbers and the run is to stop then: the update itself can make them so.
+        Raises SaveFailed on every rank if a save failed and `--on-checkpoint-failure` is stop. Raises RunStopped before
+        anything is written if an update has left NaN or infinity in the weights and `--on-nonfinite` is stop.
         """
         step, skips = self.progress.step, self.config.async_checkpoint == "skip" and not last
         if step == self._saved_step or not (self.config.saves or last):
             return
         with self._watch.phase("save"):
             if skips and any(gather(self._saver.busy)):
-                reason = "the one before is still being written"
+                reason = "the previous save is still being written"
                 self._reports.emit("checkpoint_skipped", {"step": step, "reason": reason})
                 return
             self._settle()
@@ -133,7 +133,7 @@ class Checkpoints:
         """Save the state on the disk, or else keep it in each node's memory, as is due: by steps, after an epoch, or at
         the `last` one.
 
-        Raises as `save` does; what has failed in memory, the next time.
+        Raises as `save` does. A save into memory that fails is reported by the next one.
         """
         step, every = self.progress.step, self.config.checkpoint_every
         if last or is_due(every, step) or (after_epoch and every is None):
@@ -161,14 +161,14 @@ class Checkpoints:
             memory.save(step, {**self._info, "finite": all(finite)}, list(generators))
 
     def _before_commit(self, position: int) -> None:
-        """On rank 0, perhaps in the background, when the metrics file already has later steps than `position`."""
+        """On rank 0, upload the metrics up to `position`: in a background save, later steps are there already."""
         self.run.upload_metrics(position)
         self.hold.require_ours()
 
     def write_full_model(self, *, changed: bool) -> bool:
         """Write the whole model for any PyTorch program: one file, or safetensors by all ranks if it is large.
 
-        Not if it is there and nothing has `changed` since. False if it isn't wanted, as `full_model_form` says.
+        Write nothing if it is there and nothing has `changed` since. Return False if `full_model_form` says none.
         """
         config, run = self.config, self.run
         form = full_model_form(config, remote=run.is_remote)
@@ -184,7 +184,7 @@ class Checkpoints:
                 from fsdp2.checkpoint.full_together import save_together
 
                 tied = shared_names(config.spec.described(config.model_size))
-                save_together(self._app, run.full_model.parent, self.progress.step, slices_of, tied, said)
+                save_together(self._app, run.full_folder, self.progress.step, slices_of, tied, said)
             else:
                 api = full_state_api(dcp_api=config.dcp_api)
                 save_full(api, self._app, run.full_model, self.progress.step, said)
@@ -197,9 +197,9 @@ class Checkpoints:
             self.run.upload_metrics(self._reports.position())
 
     def poll(self) -> bool:
-        """Before each step: report a save that has ended in the background; whether one failed and the run is to stop.
+        """Report a save that has ended in the background, before each step. Return whether a failed one stops the run.
 
-        Ranks may see it at different steps. They carry the answer in the loss's all-reduce, and all call
+        Ranks may see it at different steps. They send the answer with the loss's all-reduce, and all call
         `stop_if_failed` after the same step.
         """
         ended = self._saver.ended()
@@ -207,7 +207,7 @@ class Checkpoints:
             self._failed = ended
         else:
             self._report(ended)
-        self._warn()
+        self._report_not_removed()
         return self._failed is not None
 
     def stop_if_failed(self, ranks: int) -> None:
@@ -239,9 +239,9 @@ class Checkpoints:
             self.stop(f"step {step}: {what}", "checkpoint of that time", self._replicas.agreed, advice)
 
     def stop(self, text: str, wanted: str, until: int, advice: str) -> NoReturn:
-        """Raise RunStopped with a text, after which comes the newest finite checkpoint of a step until this one.
+        """Raise RunStopped: a text, the newest finite checkpoint up to step `until`, and advice. A collective call.
 
-        A save in flight, which is of an earlier step, ends first. A collective call.
+        A save in flight, which is of an earlier step, ends first.
         """
         text += "; nothing was saved after it"
         with self._watch.phase("save"):
@@ -250,7 +250,7 @@ class Checkpoints:
             except SaveFailed as error:
                 text += f"; {error}"
             self._saver.close()
-            self._warn()
+            self._report_not_removed()
             last = broadcast(self._newest(wanted, until) if self._rank == 0 else "")
         raise RunStopped(printable(f"{text}; {last}; {advice}"))
 
@@ -263,7 +263,7 @@ class Checkpoints:
         return f"there is no {wanted}" if step is None else f"the last {wanted} is {store.checkpoint(step)}"
 
     def finish(self, *, finished: bool, changed: bool) -> dict[str, Any]:
-        """Write the full model of a run that has `finished`, unless it is large, and wait for the last save.
+        """Write the full model of a run that has `finished`, if `full_model_form` wants it, and wait for the last save.
 
         Args:
             changed: something was trained since the full model was written that may be there.
@@ -282,7 +282,7 @@ class Checkpoints:
             self._settle()
         self._saver.close()
         self.hold.stop_if_lost()
-        self._warn()
+        self._report_not_removed()
         if self.config.saves and self._saved_step != self.progress.step:
             raise SaveFailed(
                 f"the training has ended at step {self.progress.step}, and its last checkpoint is of an earlier step: "
@@ -293,7 +293,7 @@ class Checkpoints:
         saved = ("checkpoint" if self.config.lora is None else "adapters") if self.config.saves else None
         return {"full_model_left_out_bytes": too_large, "left": "full model" if full_model else saved}
 
-    def _warn(self) -> None:
+    def _report_not_removed(self) -> None:
         for text in self._saver.not_removed():
             self._reports.emit("failure", {"step": self.progress.step, "error": text, "continues": True})
 

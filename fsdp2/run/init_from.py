@@ -1,4 +1,4 @@
-"""The weights of `--init-from`: refused where they are damaged, of another model or no numbers, and loaded."""
+"""The weights of `--init-from`: loaded, and refused if they are damaged, of another model, NaN or infinite."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SHOWN = 5
 
 
 def library_loader(config: Config) -> Callable[..., Any] | None:
-    """Make what loads the weights to start from by the model's library: it knows all names in a folder of its own."""
+    """Make a function that loads the weights by the model's library, for a folder that the library wrote; else None."""
     spec, place = config.spec, Path(str(config.weights))
     has_own = (place / "config.json").is_file() and any(found for form in WEIGHTS for found in place.glob(form))
     if spec.load is None or not (config.init_from is None or has_own):
@@ -52,7 +52,7 @@ def _flag(config: Config) -> str:
 
 
 def check_init_from(config: Config, model: nn.Module) -> tuple[str, bool]:
-    """Check the weights to start from: a note on them, and whether rank 0 loads all by the model's library.
+    """Check the weights to start from. Returns a note, and whether rank 0 loads all of them by the model's library.
 
     Raises ConfigError if they are damaged or of another model.
     """
@@ -99,7 +99,7 @@ def _other_meaning(folder: Files, files: Mapping[str, bytes]) -> str:
 
 
 def require_finite(weights: Mapping[str, Tensor], what: str) -> None:
-    """Raise ConfigError on every rank if weights by name, which `what` brought, are no numbers. A collective call."""
+    """Raise ConfigError on every rank if weights from `what` hold NaN or infinity. A collective call."""
     tensors = {name: local(tensor) for name, tensor in weights.items()}
     wrong = {name: tensor for name, tensor in tensors.items() if not is_finite([tensor])}
     mine = {(name, "NaN") for name, tensor in wrong.items() if tensor.isnan().any()}

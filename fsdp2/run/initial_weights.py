@@ -1,4 +1,4 @@
-"""The weights that a model begins with: drawn, or of a file, or beside the adapters that are trained."""
+"""The weights that a model begins with: drawn, read from a file, or kept beside the adapters that are trained."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fsdp2.models.initial import reset_parameters
 
 
 def not_saved(config: Config) -> Callable[[str], bool]:
-    """Tell by a weight's name whether no checkpoint of a run holds it: its adapters go beside such weights."""
+    """Make a test by name for weights that no checkpoint of a run holds: with `--lora`, all but the adapters."""
     if config.lora is None:
         return lambda name: False
     from fsdp2_extra.models.lora import is_adapter
@@ -44,7 +44,7 @@ class DrawnWeights:
 
             draw_adapters(model, seed, brought=self._brought)
         if spec.initial_values:
-            reset_parameters(model, spec.initial_values, seed, brought=self._set_otherwise)
+            reset_parameters(model, spec.initial_values, seed, brought=self._set_elsewhere)
             return
         wanted = self._wanted()
         targets = {name: tensor for name, tensor in plain_names(model).items() if name in wanted}
@@ -60,9 +60,9 @@ class DrawnWeights:
     def _wanted(self) -> set[str]:
         # Names in the state dict: a part of a model that a strategy makes has buffers beside it, too.
         names = self._config.spec.described(self._config.model_size).state_dict()
-        return {name for name in names if not self._set_otherwise(name)}
+        return {name for name in names if not self._set_elsewhere(name)}
 
-    def _set_otherwise(self, name: str) -> bool:
+    def _set_elsewhere(self, name: str) -> bool:
         return self._brought(name) or (self._config.lora is not None and not not_saved(self._config)(name))
 
     def _drawn(self) -> dict[str, Tensor]:

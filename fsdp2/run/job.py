@@ -40,9 +40,9 @@ class Job:
         note: what the opening event says of these decisions.
     """
 
-    def __init__(self, hold: Hold, model: str, origin: Origin) -> None:
+    def __init__(self, hold: Hold, model: str) -> None:
         """`model`: what the model on this rank is made of."""
-        self.hold, self.origin, self._model = hold, origin, model
+        self.hold, self.origin, self._model = hold, Origin(), model
         self.optimizer: dict[str, Any] = {}
         self.note: str | None = None
 

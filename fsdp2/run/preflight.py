@@ -1,5 +1,5 @@
-"""Every refusal that needs the machine, before a process group is made: world size, data, run directory, checkpoint.
-A wrong combination must not cost a process group, a download or a run directory."""
+"""Every refusal that needs the machine: world size, data, run directory, checkpoint. All come before the training's
+process group: a wrong combination must not cost a group, a download or a run directory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fsdp2.parallel.groups import check_parameters, shard_groups
 from fsdp2.run.directory.hold import Hold
 from fsdp2.run.directory.room import check_room, full_model_form
 from fsdp2.run.directory.rundir import RunDir, default_path
-from fsdp2.run.job import Job, Origin
+from fsdp2.run.job import Job
 from fsdp2.run.process.runtime import World
 from fsdp2.run.start import begin
 
@@ -55,7 +55,7 @@ def preflight(config: Config, world: World) -> Job:
         check_url(place, world)
     tensors = chain(model.named_parameters(), model.named_buffers())
     made_of = repr([(name, tuple(one.shape), one.dtype) for name, one in tensors])
-    job = Job(Hold(RunDir(place)), made_of, Origin(partial=config.resume_partial))
+    job = Job(Hold(RunDir(place)), made_of)
     with ExitStack() as on_error:
         on_error.enter_context(job.hold)
         if config.nvme_offload is not None:
@@ -71,7 +71,7 @@ def preflight(config: Config, world: World) -> Job:
 
 
 def check_model(config: Config) -> nn.Module:
-    """The model on `meta`, with what is trained of it. Raises ConfigError for one that can't be built or sharded so."""
+    """The model on `meta`, frozen as `--freeze` says. Raises ConfigError if it can't be built, or sharded as asked."""
     flag = f"--model {config.model}"
     with refused(flag):
         model = config.spec.on_meta(config.model_size)
@@ -109,13 +109,14 @@ def torch_version(text: str) -> tuple[int, int]:
 
 
 def check_versions(config: Config) -> None:
+    """Raise ConfigError if torch is too old, or a library or compiler that a flag needs is missing."""
     if torch_version(torch.__version__) < OLDEST_TORCH:
         raise ConfigError(
             f"torch {torch.__version__} is installed and {'.'.join(map(str, OLDEST_TORCH))} is the oldest supported; "
             "install a newer torch and the torchvision that belongs to it"
         )
     if config.tp > 1 and config.shard_granularity == "root" and torch_version(torch.__version__) < (2, 13):
-        raise ConfigError("--tp with --shard-granularity root: fails in torch 2.11; install 2.13, or leave that out")
+        raise ConfigError("--tp with --shard-granularity root: fails before torch 2.13; install that, or drop one")
     for flag, value in (("--optimizer-state", config.optimizer_state), ("--float8", config.float8)):
         if value:
             require("torchao", "torchao", f"{flag} {value}")
@@ -128,6 +129,7 @@ def check_versions(config: Config) -> None:
 
 
 def check_world(config: Config, world: World) -> None:
+    """Raise ConfigError for flags that don't fit the number of ranks."""
     size = world.world_size
     strategies.check_world(config, size)
     for flag, count, ranks in (
@@ -149,11 +151,12 @@ def check_world(config: Config, world: World) -> None:
             f"--reshard-after-forward {n}: must be a divisor of the {shards} ranks that shard the model, and fewer "
             f"than they are; use {' or '.join([*fitting, 'true, which reshards to all of them'])}"
         )
-    shares = size // config.tp // config.sp
-    if config.global_batch_size is not None and config.global_batch_size < shares * config.grad_accumulation:
+    shares = world.share(config.tp, config.sp).of
+    least = shares * config.grad_accumulation
+    if config.global_batch_size is not None and config.global_batch_size < least:
         raise ConfigError(
             f"--global-batch-size {config.global_batch_size}: is less than one sample for each of {shares} ranks and "
-            f"{config.grad_accumulation} microbatches; use {shares * config.grad_accumulation} or more"
+            f"{config.grad_accumulation} microbatches; use {least} or more"
         )
     if config.tp > 1 and full_model_form(config, remote="://" in (config.run_dir or "")) == "sharded":
         raise ConfigError(
@@ -163,6 +166,7 @@ def check_world(config: Config, world: World) -> None:
 
 
 def check_data(config: Config, *, read: bool = True) -> None:
+    """Raise ConfigError for data that is missing or can't be read. Without `read` no file of one's own is opened."""
     if config.dataset.startswith(data.OWN):
         from fsdp2_extra.text.refusals import check_own_text
 
@@ -178,6 +182,7 @@ def check_data(config: Config, *, read: bool = True) -> None:
 
 
 def check_url(url: str, world: World) -> None:
+    """Raise ConfigError for a run directory's URL that can't be used, or without a folder to collect uploads in."""
     if url.startswith("memory://") and world.world_size > 1:
         raise ConfigError(
             f"--run-dir {url} with {world.world_size} ranks: memory:// lives inside one process, so the shards of the "

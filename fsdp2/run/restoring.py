@@ -49,7 +49,7 @@ def restore_run(job: Job, app: AppState, average: Ema | None, *, hashes: bool) -
 
 
 def _restore_all(job: Job, app: AppState, average: Ema | None, files: Files, *, hashes: bool) -> bool:
-    """Restore all; of an import, its settings of the optimizer count. Returns and raises as `restore` does."""
+    """Restore everything. An import's optimizer settings win over the flags. Returns and raises as `restore` does."""
     here, ours, scaler = world(), settings_of(app.optimizer), app.parts["scaler"].state_dict()
     sharers = (here.local_rank, here.local_world_size) if job.origin.in_memory else None
     restored = restore(files, app, hashes=hashes, sharers=sharers)

@@ -23,7 +23,7 @@ from fsdp2.run.job import Origin
 from fsdp2.run.process.runtime import World
 from fsdp2.run.schedule import Length
 
-# Flags that a resumed run must share with its checkpoint, and what would go wrong otherwise.
+# Flags that a resumed run must share with its checkpoint, and what would go wrong if they differed.
 KEPT = {
     **dict.fromkeys(
         ("dataset", "chat-fields", "bos", "seed", "seq-len"), "the place in the data would mean other samples"
@@ -102,9 +102,9 @@ def check_resume(
 
 
 def damaged(error: Exception) -> ConfigError:
-    return ConfigError(
-        f"--resume: the checkpoint is damaged: {error}; choose an older one with --resume STEP, or --resume never"
-    )
+    """The refusal of a damaged checkpoint."""
+    fix = "choose an older one with --resume STEP, or --resume never"
+    return ConfigError(f"--resume: the checkpoint is damaged: {error}; {fix}")
 
 
 def checkpoint_at(place: str) -> str:
@@ -164,7 +164,7 @@ def check_checkpoint(config: Config, model: nn.Module, checkpoint: Files, marker
 
 
 def changed_batch(config: Config, world: World, length: Length | None) -> str | None:
-    """Say that steps will be of more or fewer samples than before, as they are where they follow the ranks."""
+    """Say that steps have more or fewer samples from here on: without --global-batch-size they follow the ranks."""
     now = config.global_batch(world.world_size)
     if length is None or length.samples == now:
         return None

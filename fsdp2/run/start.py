@@ -62,7 +62,7 @@ def begin(config: Config, world: World, model: nn.Module, job: Job) -> None:
 
 
 def _choose_origin(config: Config, world: World, model: nn.Module, job: Job) -> int:
-    """Let the job begin, or resume from a checkpoint; the number of steps that are done by then."""
+    """Decide what the job starts from: nothing, or a checkpoint. Returns the number of steps done by then."""
     origin, notes = find_origin(config, job.run.store)
     if origin.checkpoint is None or origin.partial:
         job.go_on_from(origin, *notes)
@@ -75,9 +75,9 @@ def _choose_origin(config: Config, world: World, model: nn.Module, job: Job) -> 
 
 
 def find_origin(config: Config, store: Store) -> tuple[Origin, list[str]]:
-    """Begin, or choose a checkpoint as `--resume` says, and say what was found. Removes dead saves; damage is refused.
+    """Find what `--resume` says to start from, and notes for the user. Removes dead saves.
 
-    Raises ConfigError, and OSError for a folder that can't be read.
+    Raises ConfigError, for a damaged checkpoint too, and OSError for a folder that can't be read.
     """
     committed = store.committed()
     if committed and not config.saves:
@@ -89,7 +89,7 @@ def find_origin(config: Config, store: Store) -> tuple[Origin, list[str]]:
     notes = [f"removed {name}, a save that was never committed" for name in dead]
     if config.resume == "auto" and not committed:
         notes += ["no checkpoint was ever committed here; starting fresh"] * bool(dead)
-        return Origin(partial=config.resume_partial), notes
+        return Origin(), notes
     from fsdp2.run.resuming import choose_checkpoint
 
     origin, more = choose_checkpoint(config, store, committed)
@@ -175,7 +175,7 @@ def write_start(
 
     Args:
         files: further ones by name, the engine's own.
-        in_memory: `keep_in_memory` has said which start its checkpoints belong to.
+        in_memory: the run keeps checkpoints in memory, and so has written `memory.json` itself.
         finished: there is nothing to train, so what an earlier run left is still true.
     """
     if world.rank != 0:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -24,16 +23,15 @@ from fsdp2.checkpoint.weights import OtherWeights, load_weights
 from fsdp2.config import Config
 from fsdp2.data.loader import Batch
 from fsdp2.models.initial import slices_of
-from fsdp2.options.errors import ConfigError, shown
+from fsdp2.options.errors import ConfigError
 from fsdp2.options.own_model import blocks_of
-from fsdp2.options.parser import files_at, read_file, to_flags
+from fsdp2.options.parser import files_at, to_flags
 from fsdp2.options.strategies import rules_of
-from fsdp2.options.values import LONGEST_PATH
 from fsdp2.parallel.autocast import autocast
 from fsdp2.parallel.meta import shared_names
 from fsdp2.parallelize import parallelize
 from fsdp2.run.directory.marker import kept_files
-from fsdp2.run.directory.rundir import RunDir
+from fsdp2.run.directory.rundir import RunDir, read_config
 from fsdp2.run.init_from import require_finite
 from fsdp2.run.initial_weights import DrawnWeights, LoadedWeights, not_saved
 from fsdp2.run.parts import base_of
@@ -45,8 +43,8 @@ from fsdp2.units import short
 
 # Options that say which model it is, and how it computes; none of those that FSDP2 refuses of another strategy.
 OF_THE_MODEL = (
-    *("model", "model_size", "trust_remote_code", "lora", "lora_alpha", "lora_targets", "init_from"),
-    "mixed_precision",
+    *("model", "model_size", "trust_remote_code", "lora", "lora_alpha", "lora_targets"),
+    *("init_from", "mixed_precision"),
 )
 
 
@@ -67,33 +65,6 @@ class Opened:
     weights: str
 
 
-def read_config(run: RunDir, **named: Any) -> Config:
-    """The Config of a run, at a folder or URL. Raises ConfigError if there is none, or if it can't be used.
-
-    Args:
-        named: options in the place of the run's, which runs no code and asks no network for what isn't among them.
-    """
-    place = f"{run.place}/{run.config.name}"
-    try:
-        exists = run.files.size(run.config.name) is not None or os.path.lexists(run.config)
-    except OSError as error:
-        raise ConfigError(f"RUN {run.place}: can't be read ({error}); check the URL and access") from None
-    if not exists:
-        raise ConfigError(f"{run.place}: holds no {run.config.name}, so it is not a run; give a run's folder or URL")
-    given = {name: value for name, value in named.items() if value not in (None, False)}
-    values = read_file(Config, place, given, called="")
-    if run.is_remote and values.get("tokenizer") not in (None, "bytes"):
-        from fsdp2_extra.remote.copies import fetch_tokenizer
-
-        copy = LocalFiles(run.path / meaning.TOKENIZER)
-        if fetch_tokenizer(copy, run.files.at(meaning.TOKENIZER)):
-            values["tokenizer"] = str(copy)
-    try:
-        return Config(**{**values, **given})
-    except ConfigError as error:
-        raise ConfigError(f"{shown(place, LONGEST_PATH)}: {error}") from None
-
-
 Load = Callable[[nn.Module], None]
 """Fills a model, sharded or not. Raises ConfigError."""
 
@@ -105,12 +76,10 @@ def from_file(config: Config, file: Path) -> Load:
         tied = shared_names(config.spec.described(config.model_size))
         try:
             load_weights(str(file), plain_names(model), slices_of, tied, partial=False)
-        except OtherWeights as error:
-            raise ConfigError(
-                f"{short(file)}: isn't of the model that config.json names: {error}; {other_ways(config)}"
-            ) from None
         except ValueError as error:
-            raise ConfigError(f"{short(file)}: can't be loaded ({error}); {other_ways(config)}") from None
+            other = isinstance(error, OtherWeights)
+            why = f"isn't of the model that config.json names: {error}" if other else f"can't be loaded ({error})"
+            raise ConfigError(f"{short(file)}: {why}; {other_ways(config)}") from None
         require_finite(plain_names(model), short(file))
 
     return load
@@ -150,7 +119,7 @@ def load_plain(config: Config, load: Load, device: torch.device) -> Callable[[Ba
 
 
 def load_sharded(config: Config, load: Load, world: World, device: torch.device) -> Callable[[Batch], Any]:
-    """The model sharded over these ranks, in the precision that the run evaluated in."""
+    """The model sharded over these ranks, in the precision that the run evaluated in. A collective call."""
     if config.strategy != "fsdp2":  # its checkpoints are FSDP2's
         config = Config(**{name: getattr(config, name) for name in OF_THE_MODEL})
     spec, everything = config.spec, (lambda name: True)
@@ -172,14 +141,14 @@ def load_sharded(config: Config, load: Load, world: World, device: torch.device)
 
 
 def vouched(config: Config, run: RunDir) -> str:
-    """In words, what vouches for the full model of a run.
+    """Say what vouches for the full model of a run.
 
     Raises ConfigError if it is damaged, or isn't known to be of the run's last state.
     """
     weights = run.full_weights or run.full_model
     file, newest = short(weights), max(run.store.committed(), default=None)
     try:
-        step = vouched_step(LocalFiles(run.full_model.parent), None if weights.is_dir() else weights.name)
+        step = vouched_step(LocalFiles(run.full_folder), None if weights.is_dir() else weights.name)
     except DamagedCheckpoint as error:
         raise ConfigError(f"{file}: is damaged: {error}; remove it, and then {other_ways(config)}") from None
     if newest is not None and (step is None or step < newest):
@@ -225,25 +194,20 @@ def require_same_adapters(config: Config, checkpoint: Files) -> None:
             )
 
 
-def _newest(run: RunDir, config: Config) -> tuple[str, Load, bool]:
-    """The weights of a run's newest checkpoint: what vouches for them, what loads them, and True, since it is sharded.
-
-    Raises ConfigError.
-    """
+def _newest(run: RunDir, config: Config) -> tuple[str, Load]:
+    """The weights of a run's newest checkpoint: what vouches for them, and what loads them. Raises ConfigError."""
     if not rules_of(config.strategy).reads_as_fsdp2:
         raise ConfigError(f"--sharded: the run's strategy is {config.strategy}, which has no shards; drop --sharded")
     checkpoint = open_files(checkpoint_at(run.place))
     require_same_adapters(config, checkpoint)
     require_same_files(config, checkpoint)
-    return f"{short(str(checkpoint))}, verified", from_checkpoint(config, checkpoint), True
+    return f"{short(str(checkpoint))}, verified", from_checkpoint(config, checkpoint)
 
 
 def _whole(run: RunDir, config: Config, world: World) -> tuple[str, Load, bool]:
     """The full model of a run: what vouches for it, what loads it, and whether to shard it. Raises ConfigError."""
     if world.world_size > 1:
-        raise ConfigError(
-            "fsdp2.infer under torchrun: one process loads the full model; add --sharded, or use python -m"
-        )
+        raise ConfigError("fsdp2.infer under torchrun: one process loads the full model; add --sharded or use python")
     try:
         run.fetch_full_model()
     except (DamagedCheckpoint, OSError) as error:
@@ -255,7 +219,7 @@ def _whole(run: RunDir, config: Config, world: World) -> tuple[str, Load, bool]:
             "finish it with --save-model"
         )
     weights = f"{short(run.full_weights)}, {vouched(config, run)}"
-    require_same_files(config, LocalFiles(run.full_model.parent))
+    require_same_files(config, LocalFiles(run.full_folder))
     # FSDP casts at the edges of its groups, so that alone gives the run's accuracy; DDP has autocast.
     casts = config.mixed_precision is not None and not rules_of(config.strategy).autocasts
     return weights, from_file(config, run.full_weights), casts
@@ -263,7 +227,7 @@ def _whole(run: RunDir, config: Config, world: World) -> tuple[str, Load, bool]:
 
 @contextmanager
 def open_run(place: Path | str, *, sharded: bool = False, **named: Any) -> Iterator[Opened]:
-    """A run with its model loaded, in a process group. `place` is its folder or URL, for `named` see `read_config`.
+    """Open a run, its model loaded, in a process group. `place` is its folder or URL; for `named` see `read_config`.
 
     The full model of a URL is copied to the run's local folder. Raises ConfigError if the run or its model can't be
     used.
@@ -276,8 +240,8 @@ def open_run(place: Path | str, *, sharded: bool = False, **named: Any) -> Itera
     config = dataclasses.replace(
         config, cpu_offload=False, replicas=1, tp=1, sp=1, reshard_after_forward=None, chunked_loss=None
     )
-    if sharded or config.lora is not None:  # adapters alone are in no full model
-        weights, load, shards = _newest(run, config)
+    if shards := sharded or config.lora is not None:  # adapters alone are in no full model
+        weights, load = _newest(run, config)
     else:
         weights, load, shards = _whole(run, config, world)
     device = runtime.pick_device(config.device, world)

@@ -22,13 +22,13 @@ from fsdp2.parallel.engine import Engine
 from fsdp2.run.process import runtime
 from fsdp2.run.process.group import gather
 
-# As many as are looked at, so that their whole logits take less than a step does: 33 MB of fp32 for 128,000 classes.
+# Few enough that their whole logits take less memory than a step: 33 MB of fp32 for 128,000 classes.
 TOKENS = 64
 
 
 @contextmanager
 def whole_logits(engine: Engine, spec: ModelSpec) -> Iterator[ModelSpec]:
-    """Let an engine give logits inside, also if its loss is made in chunks; the specification that knows them."""
+    """Let an engine give logits in the body, with `--chunked-loss` too. Yields the specification that reads them."""
     before, plain = engine.call, spec.whole or spec
     engine.call = plain.call
     try:
@@ -43,7 +43,7 @@ def try_out(config: Config, engine: Engine, dataset: Dataset, device: torch.devi
 
     A collective call.
     """
-    # Random numbers that a stranger's model draws here would be missing in its training.
+    # Somebody's model may draw random numbers here; training must draw the same ones.
     kept = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
     with uncompiled() if config.compile else nullcontext(), kept:
         if config.chunked_loss is not None:
@@ -61,7 +61,7 @@ def cut(config: Config, rows: Any) -> Any:
 
 
 def piece_of_rank(config: Config, inputs: Any) -> Any:
-    """The inputs that this rank has of rows, with `--sp`."""
+    """This rank's piece of the inputs, with `--sp`."""
     return inputs if config.sp == 1 else piece_of(inputs, runtime.world().share(config.tp, config.sp).piece, config.sp)
 
 
@@ -81,7 +81,7 @@ def first_tokens(config: Config, batch: Batch) -> Batch:
 
 
 def require_whole_loss(config: Config, engine: Engine, dataset: Dataset, device: torch.device) -> None:
-    """Raise ConfigError if the loss in chunks isn't that of the logits: a model may scale them after its last layer."""
+    """Raise ConfigError if the loss in chunks isn't that of the logits, which a model may scale. A collective call."""
     spec = config.spec
     batch = first_tokens(config, next(evaluation_batches(dataset.test, 1, 0, 1, device)))
     with whole_logits(engine, spec) as plain:
@@ -127,7 +127,7 @@ def require_causal(config: Config, engine: Engine, dataset: Dataset, device: tor
     """Raise ConfigError if somebody's model that is to learn the next token sees it.
 
     Of three rows of one forward the last differs in one token, and the logits before it have to be equal. Of a
-    function's model a copy with other weights is tried, too.
+    function's model a copy with other weights is tried, too. A collective call.
     """
     if ":" not in config.model or config.spec.task != "causal":
         return
@@ -153,7 +153,7 @@ def require_documents_apart(config: Config, engine: Engine, dataset: Dataset, de
 
     A signature doesn't show whether a model uses `position_ids` or `document_ids`, so test it: of three rows the last
     has another first document, and the logits of the second have to be equal. They stand in one forward, since experts
-    that get other numbers of tokens in another forward round differently.
+    that get other numbers of tokens in another forward round differently. A collective call.
     """
     inputs, _ = dataset.test.__getitems__([0])
     if not isinstance(inputs, dict) or "document_ids" not in inputs:

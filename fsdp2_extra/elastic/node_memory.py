@@ -36,7 +36,7 @@ from fsdp2.options.errors import ConfigError
 from fsdp2.options.settings_file import read_table
 from fsdp2.parallel.shards import local
 from fsdp2.run.directory.lock import WriterLock
-from fsdp2.run.directory.room import SHARED_MEMORY, bytes_below, memory_folder
+from fsdp2.run.directory.room import SHARED_MEMORY, bytes_below, free_bytes, memory_folder
 from fsdp2.run.directory.rundir import LINEAGE, RunDir
 from fsdp2.run.job import Origin
 from fsdp2.run.process.group import broadcast, gather, together
@@ -51,13 +51,13 @@ ROOT = SHARED_MEMORY  # a test of several nodes on one machine gives each anothe
 
 
 class NodeFolder:
-    """This node's folder in memory, held by one run: what is in it of earlier starts, and where the run keeps more."""
+    """This node's folder in memory, locked by one run: checkpoints of its earlier starts, and those of this one."""
 
-    def __init__(self, config: Config, run: RunDir, world: World, hold: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(self, config: Config, run: RunDir, world: World, at_end: Callable[[Callable[[], None]], None]) -> None:
         """Take the folder. A collective call. Raises ConfigError on every rank.
 
         Args:
-            hold: is given what releases the folder's lock, for the end of the run.
+            at_end: takes a function to be called when the run ends, which releases the folder's lock.
         """
         self.world, self.shards = world, world.world_size // config.replicas
         self.folder = memory_folder(run.place, ROOT)
@@ -67,21 +67,21 @@ class NodeFolder:
         self._check_nodes(gather((world.local_rank, world.local_world_size)))
         with together():
             if world.local_rank == 0:
-                self._take(hold)
+                self._take(at_end)
 
     def _check_nodes(self, places: list[tuple[int, int]]) -> None:
-        """Raise ConfigError unless each node holds whole copies; `places` are all ranks' on theirs."""
+        """Raise ConfigError unless each node holds whole copies. `places`: (local rank, ranks on the node) of each."""
         each = places[0][1]
         even = all(place == (rank % each, each) for rank, place in enumerate(places))
         if not even or each % self.shards:
             nodes = len({rank - place[0] for rank, place in enumerate(places)})
             raise ConfigError(
-                f"{FLAG}: the model is sharded over {self.shards} ranks, and no node holds all of it, so that with a "
-                f"node a part would be lost; use as many ranks on each node, and --replicas {nodes} or a multiple, or "
-                f"drop {FLAG}"
+                f"{FLAG}: the model is sharded over {self.shards} ranks, and no node holds all of it, so a lost node "
+                f"would take a part with it; use the same number of ranks on each node, and --replicas {nodes} or a "
+                f"multiple, or drop {FLAG}"
             )
 
-    def _take(self, hold: Callable[[Callable[[], None]], None]) -> None:
+    def _take(self, at_end: Callable[[Callable[[], None]], None]) -> None:
         if file_system(ROOT) not in ("tmpfs", "ramfs"):
             raise ConfigError(f"{FLAG}: {ROOT} isn't a file system in memory here; drop {FLAG}")
         with suppress(FileExistsError):
@@ -89,11 +89,11 @@ class NodeFolder:
         found = os.lstat(self.folder)
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
             raise ConfigError(f"{FLAG}: {self.folder} isn't a folder of this user; move it away")
-        hold(WriterLock(self.folder, flag=f"{FLAG}:").release)
+        at_end(WriterLock(self.folder, flag=f"{FLAG}:").release)
         self.store.remove_dead()
 
     def find(self, config: Config, origin: Origin) -> tuple[Origin, str, str | None] | None:
-        """Find the newest checkpoint of all nodes' memories, and bring it to each. A collective call.
+        """Find the newest checkpoint in any node's memory, and copy it to nodes that lack it. A collective call.
 
         Returns what the run goes on from and two notes, or None if `origin` is as new. Raises ConfigError on every
         rank.
@@ -204,12 +204,12 @@ class NodeMemory:
     def save(self, step: int, info: Mapping[str, Any], generators: list[dict[str, Any]]) -> None:
         """Keep the state after `step`. `generators` is each rank's state of its random generators.
 
-        Nothing is raised: a later call's `failure` says what went wrong.
+        Raises nothing: `failure` says afterwards what went wrong.
         """
         if self._saver is None:
             return
         self._end(self._saver.wait())
-        # Those of all ranks that have this shard: with their node they would be lost.
+        # The generators of all ranks that have this shard, on other nodes too: a lost node takes its own with it.
         shards = self._folder.shards
         alike = generators[self._world.local_rank % shards :: shards]
         self._rng.state = {rank: state for each in alike for rank, state in each.items()}
@@ -226,7 +226,7 @@ class NodeMemory:
                 self.failure += f"; what it left was not removed: {error}"
 
     def close(self) -> None:
-        """After the run's last checkpoint is on the disk: give the memory back."""
+        """Give the memory back, after the run's last checkpoint is on the disk. A collective call."""
         if self._saver is not None:
             self._saver.wait()
             self._saver.close()
@@ -259,7 +259,5 @@ def _lineage(run: RunDir) -> dict[str, Any]:
 
 def _free() -> int:
     """Bytes that can still be written to this node's memory."""
-    state = os.statvfs(ROOT)
-    room = state.f_bavail * state.f_frsize
-    free = free_memory()
-    return room if free is None else min(room, free)
+    disk, free = free_bytes(ROOT), free_memory()
+    return min(one for one in (disk and disk[1], free) if one is not None)

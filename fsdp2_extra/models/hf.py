@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import warnings
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from fsdp2_extra.models.hf_load import KEPT_FILES, folder_of, load
 from fsdp2_extra.models.hf_splits import plan_of, sizes_of
 from fsdp2_extra.models.meta_trial import wrong_with
 
-MEMORY = 16 << 30  # for its description, and for two blocks of a model of which it isn't known what they see
+MEMORY = 16 << 30  # to make the model on meta, and to run two of its blocks where it isn't known what they see
 
 
 def spec(place: str, *, trust_remote_code: bool = False) -> ModelSpec:
@@ -40,9 +41,10 @@ def spec(place: str, *, trust_remote_code: bool = False) -> ModelSpec:
         import transformers  # noqa: F401
     except ImportError:
         raise ValueError(f"transformers isn't installed; {install('hf')}") from None
-    # Kept off each rank's console: a line for each enum of torchao's, and advice about padding.
+    # Kept off each rank's console: a line for each enum of torchao's, advice about padding, and a warning of views.
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
     logging.getLogger("transformers.modeling_utils").addFilter(not_on_padding)
+    warnings.filterwarnings("ignore", ".* returned a view tensor", UserWarning)  # with --tp, of logits nobody changes
     folder = folder_of(place)
     file = folder / "config.json"
     bounds = Foreign(str(file), ValueError, "give another model, or lower its numbers", file.stat().st_size, MEMORY)

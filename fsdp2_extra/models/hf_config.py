@@ -99,7 +99,7 @@ def require_trainable(config: Any, place: str, file: Path) -> None:
         raise ValueError(f"{file}: {nan} is NaN, and so would be all of the model; give a number")
     paths = (value for _, value in settings if isinstance(value, str) and "/" in value)
     if outside := next((path for path in paths if os.path.isfile(os.path.expanduser(path))), None):
-        # timm and others open such, whatever they hold.
+        # timm and others open such files, whatever these hold.
         raise ValueError(f"{file}: names a file, {outside}, of which a model would be made; drop it there")
 
 

@@ -30,7 +30,7 @@ DIFFERENCES = {
 
 
 def folder_of(place: str) -> Path:
-    """The folder of a model; one that is named is looked for in the hub's cache, and downloaded. Raises ValueError."""
+    """The folder of a model. A name on the hub is looked up in its cache, or downloaded. Raises ValueError."""
     path = Path(place).expanduser()
     if path.is_dir():
         if adapters := sorted(path.glob("adapter_model.*")):
@@ -62,7 +62,7 @@ def load(
     *, partial: bool = False, read: bool = True, packed: Sequence[str] = (),
 ) -> tuple[Mapping[str, Tensor], Mapping[str, str]]:  # fmt: skip
     """`ModelSpec.load`, by a class of transformers that makes models of a configuration. Raises ValueError like it."""
-    from transformers.utils import logging as words
+    from transformers.utils import logging
 
     folder_of(str(place))  # refuses what isn't the folder of a whole model
     if not read and importlib.util.find_spec("accelerate") is None:
@@ -70,13 +70,13 @@ def load(
     # As from_pretrained says it, files that lack something or have more are a warning; here they are an error.
     how = {"config": config, "trust_remote_code": trusted, "use_safetensors": True, "dtype": torch.float32}
     how |= {"output_loading_info": True, "ignore_mismatched_sizes": True, "device_map": None if read else "meta"}
-    verbosity = words.get_verbosity()
-    words.set_verbosity_error()  # its report of them is a table, and the lines below say what it says
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # its report of them is a table, and the lines below say what it says
     try:
         with without_bars(), transformers_can(f"load {place}", place, trusted=trusted, fix="; give another"):
             model, info = auto.from_pretrained(place, **how)
     finally:
-        words.set_verbosity(verbosity)
+        logging.set_verbosity(verbosity)
     wrong = {
         str(one[0] if isinstance(one, tuple) else one): DIFFERENCES.get(kind, kind)  # a name, or it and two shapes
         for kind, found in info.items()
@@ -93,11 +93,11 @@ def load(
 
 @contextmanager
 def without_bars() -> Iterator[None]:
-    """Without the progress bars of transformers, which has them again afterwards."""
-    from transformers.utils import logging as words
+    """Hide the progress bars of transformers in the body."""
+    from transformers.utils import logging
 
-    as_before = words.enable_progress_bar if words.is_progress_bar_enabled() else words.disable_progress_bar
-    words.disable_progress_bar()
+    as_before = logging.enable_progress_bar if logging.is_progress_bar_enabled() else logging.disable_progress_bar
+    logging.disable_progress_bar()
     try:
         yield
     finally:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import re
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -65,7 +64,7 @@ def plan_of(model: Any, fails: Callable[[nn.Module], str | None]) -> Mapping[str
 
     Args:
         model: on meta; it stays as it is.
-        fails: as of `seen_in_part`.
+        fails: see `seen_in_part`.
 
     Raises ValueError, in a line, for a model without a plan, and for what can't be split as its plan says.
     """
@@ -86,7 +85,6 @@ def plan_of(model: Any, fails: Callable[[nn.Module], str | None]) -> Mapping[str
         unread = [own for own, one in _own_parameters(module).items() if one.requires_grad and own not in read]
         if unread and any(cuts.get(f"{name}.{child}") for child, _ in module.named_children() if name):
             raise ValueError(f"its plan splits layers of {name}, and says nothing of {', '.join(unread)}")
-    warnings.filterwarnings("ignore", ".* returned a view tensor", UserWarning)  # gathered logits: no loss changes them
     return {
         name: one for name, one in styles.items() if _own_parameters(modules[name]) or getattr(one, "travels", True)
     }
@@ -98,7 +96,7 @@ def _require_fit(config: Any, rules: Plan) -> None:
         raise ValueError(f"transformers' plan doesn't fit it: {why}")
     for name, value in config.to_dict().items() if _splits_heads(rules) else ():
         if re.search("(att|activation).*drop", name) and value:
-            raise ValueError(f"{name} is above 0, and ranks would drop the same of different heads; set it to 0")
+            raise ValueError(f"{name} is above 0, and ranks would drop the same of other heads; set it to 0")
         if name == "clip_qkv" and value is not None:
             raise ValueError("clip_qkv has it change in place what another layer gives, which no split layer takes")
 
@@ -164,20 +162,20 @@ def _style(model: Any, name: str, module: nn.Module, rules: Plan) -> ParallelSty
         "moe_tp_experts": (in_parts, summed),
         "moe_identity_expert": (lambda x, mesh: x / mesh.size(), None),  # the ranks' sum is what one would give
         "all_reduce": (None, summed),
-        "mla_kv_a_proj": (None, _turned_in_parts(model)),
+        "mla_kv_a_proj": (None, _rotary_in_parts(model)),
     }
     if rule not in MODULES and rule not in between:
         raise ValueError(f"its plan has {rule} for {name}, which isn't translated")
     return Locally(reads, *between.get(rule, (None, None)))
 
 
-def _turned_in_parts(model: Any) -> Change:
-    """Of latent attention: what has a position goes to a rank's heads, and the rest through layers of the plan."""
+def _rotary_in_parts(model: Any) -> Change:
+    """Of latent attention: the rotary part goes to this rank's heads, and the rest through layers of the plan."""
     width = getattr(model.config.get_text_config(), "qk_rope_head_dim", 0)
 
     def change(x: Tensor, mesh: DeviceMesh) -> Tensor:
-        through, turned = x.split([x.shape[-1] - width, width], dim=-1)
-        return torch.cat((through, in_parts(turned, mesh)), dim=-1)
+        through, rotary = x.split([x.shape[-1] - width, width], dim=-1)
+        return torch.cat((through, in_parts(rotary, mesh)), dim=-1)
 
     return change
 

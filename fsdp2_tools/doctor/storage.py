@@ -11,7 +11,7 @@ from typing import Any
 from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.refusal import one_line
 from fsdp2.options.values import is_step
-from fsdp2.run.directory.room import Sizes, run_directory
+from fsdp2.run.directory.room import Sizes, run_need
 from fsdp2.run.directory.rundir import RunDir
 from fsdp2.units import size as in_units
 from fsdp2_tools.doctor.asking import Asker, Here
@@ -32,7 +32,7 @@ def room(here: Here, place: str) -> int | None:
     # A save that wasn't committed is removed, which makes room too.
     names = (path.name.removeprefix("step-") for path in (run.path / "checkpoints").glob("step-*"))
     stays = [int(name) for name in names if is_step(name)]
-    return run_directory(here.config, run, Sizes(here.config), stays, done=0).bytes
+    return run_need(here.config, run, Sizes(here.config), stays, done=0).bytes
 
 
 def leave_nonce(here: Here, place: str, folder: str) -> None:

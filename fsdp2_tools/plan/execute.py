@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -69,6 +69,16 @@ class Execution:
     work: list[Work]
     starting: Timeline | None
 
+    @property
+    def phases(self) -> list[str]:
+        """The names of the phases, by their numbers."""
+        return [phase.name for phase in self.timeline.phases]
+
+    def last_step(self, names: Sequence[str]) -> list[Work]:
+        """The work of the last step in phases of these names."""
+        phases = self.timeline.phases
+        return [one for one in self.work if phases[one.phase].step == STEPS and phases[one.phase].name in names]
+
 
 @dataclass(frozen=True)
 class Runs:
@@ -119,7 +129,7 @@ def execute(config: Config, ranks: int, rank: int, blocks: int | None = None, *,
             f"--float8 {config.float8}: a plan executes on a CPU, where it is emulated in other steps and memory; "
             "plan without it, which is near in memory, and measure its time with python -m fsdp2.train"
         )
-    # A compiler reads values while it works, and whether losses are finite nobody knows.
+    # A compiler reads values while it works, and nobody knows whether losses are finite.
     config = dataclasses.replace(_attending(config, gloo=gloo), compile=False, on_nonfinite="continue")
     world, device = World(rank, ranks, rank, ranks), torch.device("cpu")
     ledger = FakeLedger(fake=True, gloo=gloo)
@@ -130,8 +140,8 @@ def execute(config: Config, ranks: int, rank: int, blocks: int | None = None, *,
         tables()
 
     def on_rank() -> Execution:
-        told = fake.propagation_told(FakeLedger.look_away)
-        with fake.fake_group(rank, ranks), told, kernels(config.attention), ExitStack() as modes:
+        looking_away = fake.propagation_told(FakeLedger.look_away)
+        with fake.fake_group(rank, ranks), looking_away, kernels(config.attention), ExitStack() as modes:
             return _steps(config, world, device, ledger, modes, blocks)
 
     with fake.fake_mode():
@@ -145,29 +155,23 @@ def execute(config: Config, ranks: int, rank: int, blocks: int | None = None, *,
         reads = isinstance(error, fake.data_dependent())
         if not reads and not ledger.module:
             raise
-        told = getattr(error, "func", None) or str(error).partition("\n")[0]
-        how = (
-            f"reads values ({told}) to decide what to compute" if reads else f"fails on tensors without values ({told})"
-        )
+        operation = getattr(error, "func", None) or str(error).partition("\n")[0]
+        how = "reads values to decide what to compute" if reads else "fails on tensors without values"
         raise ConfigError(
-            f"--model {config.model}: can't be planned, since its {ledger.phases[-1].name} {how}; measure it with "
-            "python -m fsdp2.train --memory-snapshot on a few ranks"
+            f"--model {config.model}: can't be planned, since its {ledger.phases[-1].name} {how} ({operation}); "
+            "measure it with python -m fsdp2.train --memory-snapshot on a few ranks"
         ) from error
 
 
 def _attending(config: Config, *, gloo: bool) -> Config:
-    """The configuration whose attention on a CPU takes what that of `config` takes where it will run.
+    """Return `config` with an attention that takes on this CPU what its own takes where it will run.
 
     FlexAttention holds what a flash kernel holds, and computes at most what that does of one document in each row. The
     kernels but `math` differ in nothing that is counted. Raises ConfigError for what can't attend so.
     """
     refuse(attention_refusals(config, "cpu" if gloo else "cuda"))
-    apart = config.documents == "apart" and config.dataset.startswith(data.OWN)
-    if (
-        not gloo
-        and apart
-        and (config.attention == "flex" or (config.attention == "auto" and config.spec.flex_for_documents))
-    ):
+    flex = config.attention == "flex" or (config.attention == "auto" and config.spec.flex_for_documents)
+    if flex and not gloo and config.documents == "apart" and config.dataset.startswith(data.OWN):
         config = dataclasses.replace(config, documents="together")
     return dataclasses.replace(config, attention="math" if config.attention == "math" else "auto")
 
@@ -186,10 +190,8 @@ def _steps(
         modes.enter_context(fake.seen_by_transformers(values))
     recorder = Recorder(engine, device, {"rank": world.rank}, None, None)
     recorder.ledger = ledger
-    with (
-        Phases(engine, SimpleNamespace(save=None, write_full_model=None), lambda: ledger.steps_done) as phases,
-        recorder,
-    ):
+    saves_nothing = SimpleNamespace(save=None, write_full_model=None)
+    with Phases(engine, saves_nothing, lambda: ledger.steps_done) as phases, recorder:
         phases.listeners.append(recorder.phase)
         saving = Saving(config, engine, world, ledger, gathers=gathers)
         saving.restore(0, reads=False)  # left out of the plan: DTensor makes tensors to learn shapes, and then knows

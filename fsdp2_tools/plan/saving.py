@@ -131,8 +131,7 @@ def starting_from(config: Config, found: list[Timeline], step: int, values: Valu
     checkpoint; with `--dcp-api` torch sends each whole tensor of its own file from rank 0.
     """
     # Here, where tensors aren't fake yet: peft moves its adapters, which fake tensors that are watched refuse.
-    shared = shared_names(config.spec.on_meta(config.model_size))
-    tied = [list(config.spec.base_weights(names)) for names in shared]
+    tied = [list(config.spec.base_weights(names)) for names in shared_names(config.spec.on_meta(config.model_size))]
 
     def load(model: nn.Module) -> None:
         ledger = FakeLedger(fake=True, values=values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -12,7 +13,7 @@ from fsdp2.config import Config
 from fsdp2_extra.allocations.ledger import enclosing
 from fsdp2_tools.plan import links
 from fsdp2_tools.plan.batches import MICROBATCHES
-from fsdp2_tools.plan.execute import STEPS, Execution, Runs
+from fsdp2_tools.plan.execute import Execution, Runs
 from fsdp2_tools.plan.schedule import BACKWARD, FORWARD, Event, Group, Replay, averaged, deepened, events, replay
 from fsdp2_tools.plan.speed import Speed
 from fsdp2_tools.plan.work import COMPUTE, COPY_IN, COPY_OUT, REDUCE_IN, Work
@@ -93,7 +94,7 @@ def _added(base: Replay, longer: Replay, times: int) -> Replay:
 def replayed(runs: Runs, speed: Speed, config: Config, more: int = 0) -> Replay:
     """Forward and backward of a step, with `more` microbatches like the second one."""
     done = runs.longer
-    phases = [phase.name for phase in done.timeline.phases]
+    phases = done.phases
     found = _priced(done, speed, config, REPLAYED)
     if runs.short is not None:
         group = len(done.blocks) - len(runs.short.blocks)
@@ -131,17 +132,15 @@ def _rest(done: Execution, speed: Speed, config: Config) -> float:
     if config.cpu_offload:
         speed = dataclasses.replace(speed, memory=speed.host)
     found = _priced(done, speed, config, ("optimizer", "between"))
-    phases = [phase.name for phase in done.timeline.phases]
-    return replay(found, phases, lambda event: "", on_cpu=speed.on_cpu).seconds
+    return replay(found, done.phases, lambda event: "", on_cpu=speed.on_cpu).seconds
 
 
 def _priced(done: Execution, speed: Speed, config: Config, names: Sequence[str]) -> list[Event]:
     """The events of the last step in these phases."""
-    phases = done.timeline.phases
     numbers = {name: number for number, name in enumerate(done.blocks)}
     block_of = cache(lambda module: numbers.get(enclosing(module, numbers)))
-    there = [w for w in done.work if phases[w.phase].step == STEPS and phases[w.phase].name in names]
-    return events(there, [phase.name for phase in phases], block_of, lambda work: price(work, speed, config), speed)
+    there = done.last_step(names)
+    return events(there, done.phases, block_of, lambda work: price(work, speed, config), speed)
 
 
 def price(work: Work, speed: Speed, config: Config) -> float:
@@ -163,14 +162,12 @@ def price(work: Work, speed: Speed, config: Config) -> float:
 
 
 def _forward_flops(config: Config, ranks: int, runs: Runs) -> int:
-    """Of a rank's forward passes in one step, as an MFU counts them."""
+    """The FLOPs of a rank's forward passes in one step, as an MFU counts them."""
 
     def of(done: Execution) -> int:
-        phases = done.timeline.phases
-        counts: dict[int, int] = {}
-        for work in done.work:
-            if phases[work.phase].step == STEPS and phases[work.phase].name == FORWARD:
-                counts[work.phase] = counts.get(work.phase, 0) + work.full
+        counts = Counter[int]()
+        for work in done.last_step((FORWARD,)):
+            counts[work.phase] += work.full
         each = list(counts.values())
         more = config.grad_accumulation - len(each)
         return sum(each) + (more * each[1] if more > 0 and len(each) > 1 else 0)

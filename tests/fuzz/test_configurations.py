@@ -21,7 +21,7 @@ from fsdp2.options.errors import ConfigError, flag_of
 from fsdp2.options.parser import to_flags
 from fsdp2.options.values import switch
 from fsdp2.parallel.freeze import freeze
-from fsdp2.run import preflight, start, trained
+from fsdp2.run import preflight, start
 from fsdp2.run.directory import rundir
 from fsdp2.run.process.runtime import World
 from fsdp2_extra.baselines.deepspeed_settings import settings
@@ -179,7 +179,7 @@ def test_files(folder: Path, file: tuple[str, bytes]) -> None:
 @trials(100)
 def test_the_config_of_a_run(folder: Path, file: tuple[str, bytes]) -> None:
     written(folder, ("config.json", file[1]))
-    refused(lambda: trained.read_config(rundir.RunDir(folder)), ConfigError)
+    refused(lambda: rundir.read_config(rundir.RunDir(folder)), ConfigError)
 
 
 @given(st.sampled_from(sorted(FIELDS)), VALUES)

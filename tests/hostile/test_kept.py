@@ -14,8 +14,7 @@ from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.store import HASH, read_marker, write_marker
 from fsdp2.config import parse
 from fsdp2.options.errors import ConfigError
-from fsdp2.run.directory.rundir import RunDir
-from fsdp2.run.trained import read_config
+from fsdp2.run.directory.rundir import RunDir, read_config
 from fsdp2.train import main as train
 from fsdp2_tools.checkpoint.__main__ import main as checkpoint
 from tests.harness import of_kind

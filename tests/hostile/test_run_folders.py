@@ -18,8 +18,7 @@ from fsdp2.config import Config, parse
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.own_model import code_flags
 from fsdp2.report.console import Console
-from fsdp2.run.directory.rundir import RunDir
-from fsdp2.run.trained import read_config
+from fsdp2.run.directory.rundir import RunDir, read_config
 from fsdp2_extra.allocations import out_of_memory
 from fsdp2_tools.checkpoint.__main__ import main as checkpoint
 from fsdp2_tools.compare.__main__ import main as compare

@@ -148,7 +148,8 @@ def test_what_a_program_says(tmp_path: Path) -> None:
 
 
 def test_no_rank_is_left_without_a_pair(tmp_path: Path) -> None:
-    environment = {**python_environment(), "RANK": "0", "WORLD_SIZE": "8"}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    environment = {**python_environment(), "RANK": "0", "WORLD_SIZE": "8", **place}
     command = [sys.executable, dpo.__file__, "model", "pairs.jsonl", str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2

@@ -95,7 +95,7 @@ def on_node(tensors: Iterable[Tensor], config: Config, world: World, taken: Call
 
 
 def memory_needs(config: Config, sizes: Sizes, world: World, *, on_gpu: bool, loads_whole: bool) -> dict[str, int]:
-    """Bytes that the ranks of this node take at once, by what takes them or the flag that asks for it.
+    """Bytes of memory that this node's ranks take at one time, by use or by the flag that asks for it.
 
     Activations, batches and libraries come on top of them.
 

@@ -49,7 +49,7 @@ def saves_left(config: Config, done: int) -> int | None:
 
 
 def checkpoints_at_once(config: Config, there: Sequence[int] = (), done: int = 0) -> tuple[int, int]:
-    """The most checkpoints that lie in a run at once, and those that stay after the last save, as `Store.retain` does.
+    """The most checkpoints that a run has at once, and how many `Store.retain` leaves after the last save.
 
     With `--max-steps 100 --checkpoint-every 10 --keep 3` these are (4, 3): the oldest goes when the newest is
     committed. `--keep-every 20` keeps those of 20, 40 and 60 beside them: (7, 6).
@@ -105,7 +105,7 @@ def full_model_bytes(config: Config, sizes: Sizes, *, remote: bool) -> int:
     return max(2 * weights, weights + 2 * optimizer)
 
 
-def run_directory(config: Config, run: RunDir, sizes: Sizes, stays: Iterable[int], done: int) -> Need:
+def run_need(config: Config, run: RunDir, sizes: Sizes, stays: Iterable[int], done: int) -> Need:
     """Bytes that the run writes into its directory; of a run at a URL, into its folder on this machine.
 
     Args:
@@ -135,7 +135,7 @@ def run_directory(config: Config, run: RunDir, sizes: Sizes, stays: Iterable[int
     return Need(place=run.path, bytes=max(0, needed - held), what=what, flag=f"--run-dir {run.path}", fixes=ways)
 
 
-def on_each_node(config: Config, run: RunDir | None, sizes: Sizes, world: World) -> Iterator[Need]:
+def node_needs(config: Config, run: RunDir | None, sizes: Sizes, world: World) -> Iterator[Need]:
     """List what this node's ranks write beside the run directory.
 
     Args:
@@ -185,7 +185,7 @@ def free_bytes(place: Path) -> tuple[int, int, Path] | None:
 
 
 def check_disks(needs: Iterable[Need]) -> None:
-    """Raises ConfigError if a file system has less room than all that is to be written there."""
+    """Raise ConfigError if a file system has less room than all that is to be written there."""
     by_device: dict[int, tuple[int, Path, list[Need]]] = {}
     for need in needs:
         found = free_bytes(need.place)
@@ -224,8 +224,8 @@ def check_room(
         loads_whole: rank 0 has all weights in its memory before the first step.
     """
     sizes = Sizes(config, model)
-    needs = on_each_node(config, run, sizes, world)
-    check_disks(needs if run is None else [run_directory(config, run, sizes, stays, done), *needs])
+    needs = node_needs(config, run, sizes, world)
+    check_disks(needs if run is None else [run_need(config, run, sizes, stays, done), *needs])
     on_gpu = pick_device(config.device, world).type == "cuda"
     memory = memory_needs(config, sizes, world, on_gpu=on_gpu, loads_whole=loads_whole)
     return check_memory(config, memory, world)

@@ -1,4 +1,4 @@
-"""The run directory: where things lie in it, and what a run was started with."""
+"""The run directory: where things lie in it, and the flags that a run was started with, written and read."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import os
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 from fsdp2.checkpoint import meaning
 from fsdp2.checkpoint.files import Files, LocalFiles, publish
 from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.store import INDEX, MARKER, DamagedCheckpoint, Store, read_marker, verify
 from fsdp2.config import Config
-from fsdp2.options.errors import ConfigError
-from fsdp2.options.parser import to_flags
+from fsdp2.options.errors import ConfigError, shown
+from fsdp2.options.parser import read_file, to_flags
+from fsdp2.options.values import LONGEST_PATH
 from fsdp2.run.directory.lock import WriterLock
 from fsdp2.run.directory.marker import environment
 
@@ -37,7 +39,8 @@ class RunDir:
         self.place = str(place).rstrip("/") if self.is_remote else str(self.path)
         self.config = self.path / "config.json"
         self.metrics = self.path / "metrics.jsonl"
-        self.full_model = self.path / "full_model" / "full-model.pt"
+        self.full_folder = self.path / "full_model"
+        self.full_model = self.full_folder / "full-model.pt"
         self.files = open_files(self.place)
         self.store = Store(self.files.at("checkpoints"))
 
@@ -46,19 +49,19 @@ class RunDir:
         """The place of the full model, if it is there: full-model.pt, or the folder of safetensors."""
         if self.full_model.is_file():
             return self.full_model
-        folder = self.full_model.parent
-        return folder if any((folder / name).is_file() for name in (INDEX, "model.safetensors")) else None
+        has_safetensors = any((self.full_folder / name).is_file() for name in (INDEX, "model.safetensors"))
+        return self.full_folder if has_safetensors else None
 
     def require_plain(self) -> None:
         """Raise ConfigError if something else is where a file or folder of the run belongs, or it can't be written.
 
         A FIFO would be waited for without end, and a link to a file would be written through, wherever it leads.
         """
-        full = self.full_model.parent
-        folders = [full, *(self.path / name for name in ("checkpoints", "tensorboard", "wandb", "mlruns"))]
+        folders = [self.full_folder, *(self.path / one for one in ("checkpoints", "tensorboard", "wandb", "mlruns"))]
         wrong = [(path, "folder") for path in folders if os.path.lexists(path) and not path.is_dir()]
         files = [path for path in _entries(self.path) if _OURS.match(path.name)]
-        files += [path for name in (full.name, "model", meaning.TOKENIZER) for path in _entries(self.path / name)]
+        kept = (self.full_folder, self.path / "model", self.path / meaning.TOKENIZER)
+        files += [path for folder in kept for path in _entries(folder)]
         for path in files:
             # A tokenizer may have templates in a folder, whose name has no suffix.
             if path.is_symlink() or not (path.is_file() or (path.is_dir() and not path.suffix)):
@@ -107,7 +110,7 @@ class RunDir:
 
     def _local_and_remote(self) -> tuple[LocalFiles, Files]:
         """The folder of the full model here, and at a remote run's URL; of a local run, both are the same."""
-        return LocalFiles(self.full_model.parent), self.files.at(self.full_model.parent.name)
+        return LocalFiles(self.full_folder), self.files.at(self.full_folder.name)
 
     def outdate_full_model(self) -> None:
         """Before training goes on: the full model is of an earlier state then, and has to be written again."""
@@ -117,7 +120,7 @@ class RunDir:
                 folder.fsync("")
 
     def has_full_model(self, step: int) -> bool:
-        """Return whether the full model and optimizer are there, whole and both of this step."""
+        """Return whether the full model is there, of this step, and each file in its marker has its size."""
         folder = self._local_and_remote()[1]
         try:
             verify(folder, hashes=False)
@@ -155,3 +158,30 @@ def write_config(run: RunDir, config: Config, world_size: int) -> None:
     """config.json: the flags, which `--config` reads back, and the environment."""
     content = {"flags": to_flags(config), "environment": environment(world_size)}
     publish(LocalFiles(run.path), run.config.name, (json.dumps(content, indent=1) + "\n").encode())
+
+
+def read_config(run: RunDir, **named: Any) -> Config:
+    """The Config that `write_config` wrote, at a folder or URL. Raises ConfigError without one that can be used.
+
+    Args:
+        named: options that take the place of the run's. Those that run code or ask a network count only if named here.
+    """
+    place = f"{run.place}/{run.config.name}"
+    try:
+        exists = run.files.size(run.config.name) is not None or os.path.lexists(run.config)
+    except OSError as error:
+        raise ConfigError(f"RUN {run.place}: can't be read ({error}); check the URL and access") from None
+    if not exists:
+        raise ConfigError(f"{run.place}: holds no {run.config.name}, so it is not a run; give a run's folder or URL")
+    given = {name: value for name, value in named.items() if value not in (None, False)}
+    values = read_file(Config, place, given, called="")
+    if run.is_remote and values.get("tokenizer") not in (None, "bytes"):
+        from fsdp2_extra.remote.copies import fetch_tokenizer
+
+        copy = LocalFiles(run.path / meaning.TOKENIZER)
+        if fetch_tokenizer(copy, run.files.at(meaning.TOKENIZER)):
+            values["tokenizer"] = str(copy)
+    try:
+        return Config(**{**values, **given})
+    except ConfigError as error:
+        raise ConfigError(f"{shown(place, LONGEST_PATH)}: {error}") from None

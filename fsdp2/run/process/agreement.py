@@ -141,7 +141,7 @@ def write(mine: Mapping[str, Any], store: dist.Store, rank: int) -> None:
 
 
 def refuse(why: str, store: dist.Store, rank: int, world_size: int) -> None:
-    """Tell the others, who would wait for this rank, why it doesn't come. It is one of them, and not a collective call.
+    """Tell the others, who would wait for this rank, why it doesn't come. Called by one rank, not collective.
 
     Rank 0, which may hold the store, returns when they have read it, or after some time.
     """
@@ -186,7 +186,7 @@ def _by_store(
 
 
 def _missing(store: dist.Store, ranks: Sequence[int], patience: timedelta, *, say: bool) -> str:
-    """Those of these ranks that don't come, "" if all do.
+    """Name those of these ranks that don't come; "" if all do.
 
     Args:
         say: tell who is waited for.

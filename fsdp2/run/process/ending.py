@@ -54,7 +54,7 @@ def lost_peer(text: str) -> bool:
 
 
 def _say(line: str) -> None:
-    """Tell why this process ends, and leave it to torchrun, whose report of 40 lines follows and ends with it.
+    """Print why this process ends, and hand the line to torchrun, whose report of 40 lines ends with it.
 
     Source: https://docs.pytorch.org/docs/stable/elastic/errors.html
     """

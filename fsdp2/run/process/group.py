@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,17 +28,18 @@ class RunStopped(RuntimeError):
 
 @contextmanager
 def process_group(world: World, device: torch.device, config: object = None) -> Iterator[None]:
-    """Join the launcher's process group, or make one and end it afterwards.
+    """Join the launcher's process group, or make one and end it afterwards. A collective call.
 
-    On a GPU the group has gloo beside nccl: offloaded tensors and Python objects travel on the CPU. A rank waits
-    half an hour for another, also with nccl, whose own default is ten minutes; `watch` ends a step that hangs sooner.
+    A rank waits half an hour for another, also with nccl, whose own default is ten minutes; `watch` ends a step that
+    hangs sooner.
 
     Args:
         config: a dataclass whose fields must be the same on all ranks, as their code and versions must.
 
     Raises ConfigError on every rank if ranks differ, or two of them compute on one GPU.
     """
-    if device.type == "cuda":
+    gpu = device.type == "cuda"
+    if gpu:
         torch.cuda.set_device(device)
     facts = agreement.facts({} if config is None else to_flags(config), device, world.world_size)
     if dist.is_initialized():
@@ -47,17 +47,11 @@ def process_group(world: World, device: torch.device, config: object = None) -> 
         yield
         return
     end_with_launcher()
-    gpu = device.type == "cuda"
-    backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
-    if "RANK" in os.environ:
-        store = meeting_point(world, LONG.total_seconds(), "training")
-        # With a device nccl connects at once, and two ranks on one GPU would fail inside of it.
-        agreement.require_agreement(facts, store, world.rank, world.world_size, LONG)
-        group: dict[str, Any] = {"store": store, "rank": world.rank, "world_size": world.world_size}
-    else:
-        # Alone: a store in memory, so that no port is opened.
-        group = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(backend, **group, timeout=LONG, device_id=device if gpu else None)
+    store = meeting_point(world, LONG.total_seconds(), "training")
+    # Before the group: given a device, nccl connects at once, and two ranks on one GPU would fail inside of it.
+    agreement.require_agreement(facts, store, world.rank, world.world_size, LONG)
+    place: dict[str, Any] = {"store": store, "rank": world.rank, "world_size": world.world_size}
+    dist.init_process_group(backend(gpu=gpu), **place, timeout=LONG, device_id=device if gpu else None)
     try:
         yield
     except BaseException:
@@ -72,15 +66,20 @@ def process_group(world: World, device: torch.device, config: object = None) -> 
     dist.destroy_process_group()
 
 
+def backend(*, gpu: bool) -> str:
+    """The backend of a process group. With GPUs gloo stands beside nccl, for objects and what is offloaded."""
+    return "cpu:gloo,cuda:nccl" if gpu else "gloo"
+
+
 def broadcast(value: T) -> T:
-    """Rank 0's Python object on every rank."""
+    """Rank 0's Python object on every rank. A collective call."""
     box = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]
 
 
 def gather(value: T) -> list[T]:
-    """Every rank's Python object, in the order of ranks, on every rank."""
+    """Every rank's Python object, in the order of ranks, on every rank. A collective call."""
     box: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(box, value)
     return box

@@ -34,7 +34,7 @@ class Spell(NamedTuple):
 
 
 def spells(patience: timedelta) -> list[Spell]:
-    """Divide a wait into spells. Between them, who waits says so."""
+    """Divide a wait into spells. Between them the waiting rank says so."""
     silence, whole = timedelta(seconds=SECONDS_IN_SILENCE), patience.total_seconds()
     if patience <= silence:
         return [Spell(patience, whole, last=True)]
@@ -54,7 +54,7 @@ def meeting_point(world: World, seconds: float, purpose: str) -> dist.Store:
     if dist.is_initialized():
         return _in_a_group(world, seconds, purpose)
     if "RANK" not in os.environ:
-        return dist.HashStore()
+        return dist.HashStore()  # alone: in memory, so that no port is opened
     return _by_variables(world, seconds, purpose)
 
 

@@ -23,7 +23,7 @@ EXPANDABLE = "expandable_segments:True"
 
 
 def grows_segments(variables: Mapping[str, str]) -> bool:
-    """True if a run's allocator of GPU memory has segments that grow: so it is where no variable says anything."""
+    """True if the segments of a run's GPU allocator grow, as they do unless a variable says they don't."""
     said = next((variables[name] for name in ALLOCATOR if name in variables), EXPANDABLE)
     return EXPANDABLE.lower() in said.lower().replace(" ", "")
 

@@ -64,11 +64,11 @@ class StopSignals:
 
 
 def fails_to_torchrun(reason: str) -> bool:
-    """Return whether torchrun is to start again here, with --max-restarts, what has saved and ended for this reason.
+    """Return whether this process must fail, so that torchrun, with --max-restarts, starts the ranks again here.
 
-    To torchrun status 0 is the end of the training on all nodes. A signal to another node alone isn't: the others go
-    on. To take in a node torchrun itself sends SIGTERM on each, to some later than to others; it is waited for, since a
-    failure would cost a restart.
+    To torchrun status 0 is the end of the training on all nodes, and a signal to another node alone isn't that. To take
+    in a node torchrun sends SIGTERM on each, on some later than on others. This waits for it, since a failure would
+    cost a restart.
     """
     if reason.startswith(LAUNCHER_GONE):
         return True

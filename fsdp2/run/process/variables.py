@@ -19,7 +19,7 @@ SECONDS_TO_RESOLVE = 60.0
 
 
 def check_variables(variables: Mapping[str, str]) -> None:
-    """Raises ConfigError if this process is one of several and can't know which, or if variables contradict each other.
+    """Raise ConfigError if this process is one of several and can't know which, or if variables contradict each other.
 
     Args:
         variables: the environment.
@@ -66,7 +66,7 @@ def _number(name: str, variables: Mapping[str, str]) -> int | None:
 
 
 def speaks(variables: Mapping[str, str]) -> bool:
-    """Return whether this process says for all what is wrong with them: the first one, by whatever number it has."""
+    """Return whether this process prints refusals for all: it is the first one, by whatever number it has."""
     return next((variables[name] for name in ("RANK", *TASKS.values()) if name in variables), "0") == "0"
 
 
