@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import models
 from fsdp2.config import Config, parse
 from fsdp2.models import attention, llama
 from fsdp2.models.attention import BLOCK, attend, block_mask, document_mask, kernels, mask_of, way
@@ -310,17 +309,17 @@ def test_what_can_not_attend_so_is_refused(flags: list[str], device: str, messag
 
 def test_models_of_transformers_follow_a_kernel_if_they_use_torchs_attention(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    from tests.others.common import save
+    from tests.others.common import forget_models, save
 
     flags = [f"--model={save('llama', tmp_path)}", "--attention=math"]
     check_device(parse(flags), "cpu")
     numbers = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**numbers, "attention_dropout": 0.1}))
-    models.get.cache_clear()
+    forget_models()
     with pytest.raises(ConfigError, match=r"flex with --model hf:.*: the model has no FlexAttention to train with"):
         parse([*flags[:1], "--attention=flex"])
     (tmp_path / "config.json").write_text(json.dumps({**numbers, "attn_implementation": "eager"}))
-    models.get.cache_clear()
+    forget_models()
     with pytest.raises(ConfigError, match=r"math with --model hf:.*: the model doesn't use torch's scaled_dot_product"):
         parse(flags)
 

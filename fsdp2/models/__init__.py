@@ -53,10 +53,15 @@ def get(
         return chunked(whole, chunk_tokens)
     if lora is not None:
         return _adapted(get(name, trust_remote_code=trust_remote_code, attention=attention), lora)
-    if attention != "auto":
-        plain = get(name, trust_remote_code=trust_remote_code)
-        chooses = "flex" in plain.attentions
-        return dataclasses.replace(plain, make=partial(plain.make, attention=attention)) if chooses else plain
+    plain = made_once(name, trust_remote_code)
+    if attention == "auto" or "flex" not in plain.attentions:
+        return plain
+    return dataclasses.replace(plain, make=partial(plain.make, attention=attention))
+
+
+@cache
+def made_once(name: str, trust_remote_code: bool) -> ModelSpec:
+    """The specification that flags change: a stranger's model is tried once, and never where tensors are fake."""
     library, colon, rest = name.partition(":")
     if not colon:
         spec: ModelSpec = importlib.import_module(f"fsdp2.models.{name}").SPEC

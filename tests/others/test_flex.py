@@ -21,7 +21,7 @@ from fsdp2.models import attention
 from fsdp2.options import strategies
 from fsdp2_extra.models import attending
 from tests.harness import Ranks, losses, main_in_ranks
-from tests.others.common import LLAMA, MODELS, TEXT, save
+from tests.others.common import LLAMA, MODELS, TEXT, forget_models, save
 
 transformers = pytest.importorskip("transformers")
 
@@ -97,7 +97,7 @@ def _trained(name: str, way: str, ends: tuple[int, ...]) -> list[Tensor]:
 def test_flex_is_the_mask_for_each_pair(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MODELS, name, CASES[name])
     place = save(name, tmp_path)
-    models.get.cache_clear()
+    forget_models()
     assert "flex" in models.get(place).attentions
     with _flex_here() as calls:
         by_mask, by_flex = _trained(place, "auto", (5, 11)), _trained(place, "flex", (5, 11))

@@ -23,7 +23,7 @@ from fsdp2.train import main
 from fsdp2_extra.models.blocks import find_blocks, named_blocks
 from tests.harness import Ranks, losses, main_in_ranks, of_kind
 from tests.others import own
-from tests.others.common import WORDS, flags, save
+from tests.others.common import WORDS, flags, forget_models, save
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    models.get.cache_clear()
+    forget_models()
 
 
 def refused(line: list[str]) -> str:
@@ -174,7 +174,7 @@ def test_an_encoder_is_no_causal_model_unless_it_is_a_decoder(tmp_path: Path) ->
         flags(model, tmp_path / "run", *WORDS)
     )
     _change(folder, architectures=["BertModel"])
-    models.get.cache_clear()
+    forget_models()
     assert models.get(model).task == "masked"
 
 
@@ -186,7 +186,7 @@ def test_a_model_whose_ranks_would_skip_other_layers_is_refused(tmp_path: Path) 
     transformers.AutoConfig.for_model("opt", vocab_size=256, word_embed_proj_dim=32, **sizes).save_pretrained(place)
     models.get(f"hf:{place}")
     _change(place, layerdrop=0.1)
-    models.get.cache_clear()
+    forget_models()
     line = refused(flags(f"hf:{place}", tmp_path / "run", *WORDS))
     assert "config.json: layerdrop is above 0: each rank would skip layers of its own" in line
     assert line.endswith("set it to 0")

@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp2 import models
 from fsdp2.config import parse
 from fsdp2.options.errors import ConfigError
 from fsdp2_tools.checkpoint.__main__ import main as checkpoint_command
 from tests.harness import Ranks, full_files, losses, main_in_ranks, of_kind, relative, same
-from tests.others.common import WORDS, flags, plain, save
+from tests.others.common import WORDS, flags, forget_models, plain, save
 from tests.others.sections import PAGE
 from tests.others.splits import EQUAL, MESHES, outcome, passed
 from tests.test_dimensions import apart, trained
@@ -164,7 +163,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, name: str, numbers: dict[s
     model = save(name, tmp_path / "model")
     config = tmp_path / "model" / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), **numbers}))
-    models.get.cache_clear()
+    forget_models()
     with pytest.raises(ConfigError, match=f"--tp {tp} with --model.*{says}"):
         parse(flags(model, tmp_path / "run", *WORDS, f"--tp={tp}"))
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from fsdp2_extra.models import hf
 from fsdp2_tools.plan import fake
 from tests.harness import Ranks
+from tests.others.common import save
 from tests.plan.taken import planned, run_settled, taken
 
 transformers = pytest.importorskip("transformers")
@@ -25,6 +28,23 @@ def test_a_plan_takes_what_a_run_takes(ranks: Ranks, tmp_path: Path, family: str
     line += ["--max-steps=2", "--memory-snapshot", f"--run-dir={tmp_path / 'run'}"]
     ranks.run(run_settled, line)
     assert planned(" ".join(line)).peak.bytes == taken(tmp_path / "run", 0)
+
+
+def test_a_model_is_tried_once_whatever_flags_change_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With adapters and a loss in chunks it was tried in the midst of a plan, where tensors are fake, and refused."""
+    pytest.importorskip("peft")
+    model = save("llama", tmp_path / "model")
+    tried: list[str] = []
+    run = hf.run_in_bounds
+
+    def counted(function: Any, bounds: Any) -> None:
+        tried.append(bounds.name)
+        run(function, bounds)
+
+    monkeypatch.setattr(hf, "run_in_bounds", counted)
+    line = f"--model={model} --lora=4 --chunked-loss=16 --dataset=random-tokens --seq-len=32"
+    assert planned(line).peak.bytes > 0
+    assert tried == [f"{tmp_path}/model/config.json"]
 
 
 def test_flex_plans_no_mask_for_each_pair(tmp_path: Path) -> None:
