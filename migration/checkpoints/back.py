@@ -1,7 +1,10 @@
-"""`--to fsdp1-full`: from a checkpoint of training here to the full state dicts that FSDP1 loads."""
+"""`--to fsdp1-full`: from a checkpoint of training here, or of FSDP1, to the full state dicts that FSDP1 loads."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -13,8 +16,10 @@ from fsdp2.checkpoint.sources.opening import opened, require_undamaged
 from fsdp2.checkpoint.sources.pt_file import open_pt, write_pt
 from fsdp2.checkpoint.sources.source import dotted
 from fsdp2_tools.checkpoint.export import new_path, whole_or_absent
+from migration.checkpoints.detect import is_ours
+from migration.checkpoints.origin import Choice, opened_origin
 from migration.checkpoints.prove import Proof, compare
-from migration.checkpoints.tree import Entry, below, parts, tree_of
+from migration.checkpoints.tree import Entry, Tree, below, parts, tree_of
 
 # Where a part of a checkpoint here goes in the file.
 MODEL, OPTIMIZER = ("model",), ("optimizer",)
@@ -26,11 +31,11 @@ HOW_TO_LOAD = (
 LOAD_OPTIMIZER = "; optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, state['optimizer']))"
 
 
-def back(place: str, out: str) -> tuple[list[str], Proof]:
+def back(place: str, out: str, choice: Choice) -> tuple[list[str], Proof]:
     """Write {"model": …, "optimizer": …, "step": …}, by parameters' names, and compare it with the source.
 
     Args:
-        place: a checkpoint, or a run (its newest).
+        place: a checkpoint, or a run (its newest), or what FSDP1 left, as `choice` understands it.
         out: the new `.pt`.
 
     Returns lines for the user, and the proof. Raises Refused, DamagedCheckpoint, OSError or Differs; there is no
@@ -38,9 +43,8 @@ def back(place: str, out: str) -> tuple[list[str], Proof]:
     """
     target = new_path(out)
     aside = new_path(f"{target}.tmp", hint="a conversion is writing there, or has died: then remove it")
-    with opened(place, "dcp") as source:
-        require_undamaged(source)
-        entries, left = _arranged(tree_of(source))
+    with _tree(place, choice) as (tree, notes):
+        entries, left = _arranged(tree)
         if not entries:
             raise Refused(f"{place}: holds no app.model; give a checkpoint of fsdp2.train, or one that was converted")
         named = {dotted(path): entry for path, entry in entries.items()}
@@ -63,15 +67,29 @@ def back(place: str, out: str) -> tuple[list[str], Proof]:
     has_optimizer = any(path[0] == OPTIMIZER[0] for path in entries)
     lines = [f"wrote {out}: a full state dict of {proof.tensors} tensors" + " and its optimizer" * has_optimizer]
     lines += [HOW_TO_LOAD.format(out=out) + LOAD_OPTIMIZER * has_optimizer]
-    return lines + [f"left out: {part}, {count} entries" for part, count in sorted(left.items())], proof
+    return lines + notes + [f"left out: {part}, {count} entries" for part, count in sorted(left.items())], proof
 
 
-def _arranged(tree: dict[TreePath, Entry]) -> tuple[dict[TreePath, Entry], dict[str, int]]:
+@contextmanager
+def _tree(place: str, choice: Choice) -> Iterator[tuple[Tree, list[str]]]:
+    """A checkpoint's entries, and lines on what of FSDP1's isn't among them."""
+    if Path(place).exists() and not is_ours(Path(place)):
+        with opened_origin(Path(place), choice) as origin:
+            yield origin.entries, origin.left
+        return
+    with opened(place, "dcp") as source:
+        require_undamaged(source)
+        yield tree_of(source), []
+
+
+def _arranged(tree: Tree) -> tuple[dict[TreePath, Entry], dict[str, int]]:
     """Path in the file -> entry; and what has no place in it."""
     model, optimizer = below(tree, ("app", "model")), below(tree, ("app", "optim"))
     entries: dict[TreePath, Entry] = {(*MODEL, dotted(path)): entry for path, entry in model.items()}
     if not entries:
         return {}, {}
+    if not below(tree, ("app", "scheduler")):  # then a conversion has added it, and loads fail by what none has set
+        optimizer = {path: entry for path, entry in optimizer.items() if path[-1] != "initial_lr"}
     entries |= {(*OPTIMIZER, *path): entry for path, entry in optimizer.items()}
     if step := tree.get(("app", "progress", "step")):
         entries["step",] = step

@@ -18,12 +18,14 @@ from fsdp2.units import printable
 from migration.checkpoints.back import back
 from migration.checkpoints.code import Code, optimizer_class
 from migration.checkpoints.convert import Converted, convert
+from migration.checkpoints.detect import is_ours
 from migration.checkpoints.flat import Recover
 from migration.checkpoints.origin import Choice
 from migration.checkpoints.prove import Differs
 from migration.checkpoints.resume_runs import RANKS, Task, compare_runs
 
 PAGE = "docs/migration-checkpoints.md"
+OF_FSDP1 = ("optimizer", "no_optimizer", "model_key", "optimizer_names")
 OF_THE_CODE = ("model", "model_size", "wrap", "loss", "prove", "optimizer_class")
 
 
@@ -47,15 +49,12 @@ def _run(given: argparse.Namespace) -> None:
     ):
         if value is not None:
             checked(flag, value, location)
-    if given.to == "fsdp1-full":
-        for flag in ("optimizer", "no_optimizer", "model_key", "optimizer_names", *OF_THE_CODE):
-            if getattr(given, flag):
-                raise ConfigError(f"--{flag.replace('_', '-')} with --to fsdp1-full: is about FSDP1's files; drop it")
-        lines, proof = back(given.source, given.out)
-        _print(*lines, f"proven: {proof.line()}")
-        return
     if given.no_optimizer and (given.optimizer or given.optimizer_names):
         raise ConfigError("--no-optimizer with --optimizer or --optimizer-names: drop one of them")
+    back_to_fsdp1 = given.to == "fsdp1-full"
+    for flag in (*OF_THE_CODE, *OF_FSDP1 * is_ours(Path(given.source))) if back_to_fsdp1 else ():
+        if getattr(given, flag):
+            raise ConfigError(f"--{flag.replace('_', '-')} with --to fsdp1-full: is about FSDP1's files; drop it")
     code = _code(given)
     steps = 0 if given.prove is None else int(checked("--prove", given.prove, whole(1, 10_000)))
     choice = Choice(
@@ -64,6 +63,10 @@ def _run(given: argparse.Namespace) -> None:
         with_optimizer=not given.no_optimizer,
         order=_names(given.optimizer_names) if given.optimizer_names else None,
     )
+    if back_to_fsdp1:
+        lines, proof = back(given.source, given.out, choice)
+        _print(*lines, f"proven: {proof.line()}")
+        return
     if code is not None:
         model = code.on_meta()
         names = [name for name, _ in model.named_parameters()]

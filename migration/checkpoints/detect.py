@@ -95,6 +95,11 @@ OTHERS = {
 # --- what is there -------------------------------------------------------------------------------------------
 
 
+def is_ours(place: Path) -> bool:
+    """Return whether it is a checkpoint of training here, or a run with one."""
+    return (place / MARKER).exists() or any((place / "checkpoints").glob(f"*/{MARKER}"))
+
+
 def look(place: Path, stack: ExitStack) -> Found:
     """Open what is at a path. Raises Refused for what isn't a checkpoint, OSError or DamagedCheckpoint."""
     if not place.exists():
@@ -108,7 +113,7 @@ def look(place: Path, stack: ExitStack) -> Found:
             raise Refused(f"{place}: is one rank's, and the files of the others aren't beside it; put them there")
         return _found(place, [place.name], [piece], [])
     names = sorted(path.name for path in place.iterdir())
-    if MARKER in names or any((place / "checkpoints").glob(f"*/{MARKER}")):
+    if is_ours(place):
         raise Refused(
             f"{place}: is a checkpoint of fsdp2.train already, which every strategy resumes: give it to --resume; "
             "--to fsdp1-full makes FSDP1's of it"

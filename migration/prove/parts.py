@@ -209,5 +209,6 @@ def _reduced(root: nn.Module) -> dict[int, torch.dtype | None]:
         dtype = unit.mixed_precision.reduce_dtype or unit.mixed_precision.param_dtype
         found.update((id(parameter), dtype) for parameter in unit.parameters())
     for module in root.modules():
-        found.update((id(own.sharded_param), own.reduce_dtype or own.param_dtype) for own in parameters_of(module))
+        for own in parameters_of(module):  # whose own dtypes are set by the first forward
+            found[id(own.sharded_param)] = own.mp_policy.reduce_dtype or own.mp_policy.param_dtype
     return found

@@ -39,6 +39,7 @@ class Enough(SystemExit):
 
 class Recorder:
     """Writes a line of JSON for each event into `folder`; each has the number of the optimizer step that it belongs to.
+    A step without a gradient and without a backward before it, which makes an optimizer's state, isn't counted.
 
     data: what a loader gave or a model got (`by`) where gradients were wanted: `rows`, hashes of its samples; and
         `trimmed`, of samples without what may be padding. By `index`: what a loader's sampler drew.
@@ -63,6 +64,8 @@ class Recorder:
         self.folder, self.steps, self.cuts, self.batch_times = folder, steps, cuts or {}, batch_times
         self.step = 1
         self._in_backward = self._in_step = self._calls = 0
+        self._computed = False  # a backward has come since the last step
+        self._makes_state = False  # this step is none of the training's
         self._wants_data = False
         self._called: list[nn.Module] = []  # in this step by the program itself, to train them
         self._roots: list[nn.Module] = []
@@ -132,6 +135,7 @@ class Recorder:
             if self.step == 1:
                 self._facts["draws"] |= self._random != _generators()
         self._in_backward += 1
+        self._computed = True
         try:
             return theirs(tensors, *arguments, **named)
         finally:
@@ -140,10 +144,7 @@ class Recorder:
     def _zero(self, theirs: Any, holder: Any, *arguments: Any, **named: Any) -> Any:
         theirs(holder, *arguments, **named)
         held = [one for (root, _), parameters in self._held.items() if root is holder for one in parameters]
-        grads = [
-            one.grad.to_local() if isinstance(one.grad, DTensor) else one.grad for one in held if one.grad is not None
-        ]
-        self.write("zero", left=any(bool(grad.any()) for grad in grads))
+        self.write("zero", left=_any(held))
 
     def _clip(self, theirs: Any, *arguments: Any, **named: Any) -> Any:
         given, *rest = (named.pop("parameters"), *arguments) if "parameters" in named else arguments
@@ -247,11 +248,16 @@ class Recorder:
             self._outputs[module] = output.dtype
             self._facts["low"] |= output.dtype in LOW
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, given: tuple[Any, ...], named: dict[str, Any]) -> None:
         self._in_step += 1
         if self._in_step > 1:  # an optimizer that calls another
             return
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        # torch's state dict functions make an optimizer's state by a step with gradients of zero, as others do. A
+        # closure computes within the step.
+        self._makes_state = not (self._computed or any(map(callable, (*given[1:], *named.values()))) or _any(held))
+        if self._makes_state:
+            return
         self._find(map(id, [*held, *(parameter for module in self._called for parameter in module.parameters())]))
         if self.step == 1:
             self._state("before", gradient=False)
@@ -285,8 +291,9 @@ class Recorder:
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._in_step -= 1
-        if self._in_step:
+        if self._in_step or self._makes_state:
             return
+        self._computed = False
         self._state("after", gradient=False)
         if self.step == 1:
             held = [dtypes(root, mine, self._outputs, optimizer) for root, mine in self._each(parts)]
@@ -326,6 +333,12 @@ class Recorder:
         of = () if gradient else (part for _, mine in self._each(buffers) for part in mine)
         held = {part.name: described(part, part.values, {}) for part in of}
         self.write("state", when=when, parts={name: one for name, one in found.items() if one}, buffers=held)
+
+
+def _any(parameters: Iterable[Tensor]) -> bool:
+    """Return whether this rank has a gradient of these that isn't zero."""
+    grads = (one.grad for one in parameters if one.grad is not None)
+    return any(bool((one.to_local() if isinstance(one, DTensor) else one).any()) for one in grads)
 
 
 def _generators() -> Any:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import libcst as cst
 
+from migration.rewriter.helpers import HELPERS
 from migration.rewriter.module import Module, Span
 
 Text = str | Callable[[], str]
@@ -127,6 +128,14 @@ class Edits:
 
     def need(self, package: str, *names: str) -> None:
         self.needs.setdefault(package, set()).update(names)
+
+    def helper(self, name: str, node: cst.CSTNode, code: str) -> None:
+        """Give the file a function. Raises Undecided where it has one of that name."""
+        if name in self.module.scope(self.module.tree).names:
+            raise Undecided(code, f"{name} is a function of this file already", node, self.module)
+        self.helpers[name] = HELPERS[name]
+        if "contextlib" in HELPERS[name]:
+            self.modules["contextlib"] = "contextlib"
 
     def render(self, span: Span) -> str:
         """The text of a place, with the changes inside of it."""

@@ -9,7 +9,6 @@ from functools import partial
 import libcst as cst
 
 from migration.rewriter.edits import Undecided, call
-from migration.rewriter.helpers import HELPERS
 from migration.rewriter.module import Module
 from migration.rewriter.names import compared, in_annotation
 from migration.rewriter.rewriting import FSDP, constant
@@ -109,17 +108,9 @@ def _method(scene: Scene, module: Module, node: cst.Attribute, name: str) -> Non
         whole = "" if isinstance(module.parent(called), cst.Expr) else ".full_tensor()"
         text = f"torch.nn.utils.clip_grad_norm_({edits.code(receiver)}.parameters(){rest}){whole}"
     else:
-        _helper(scene, module, called, name)
+        edits.helper(name, called, "FM12")
         text = f"{name}({edits.code(receiver)})"
     edits.replace(module.span(called), text)
-
-
-def _helper(scene: Scene, module: Module, node: cst.Call, name: str) -> None:
-    if name in module.scope(module.tree).names:
-        raise Undecided("FM12", f"{name} is a function of this file already", node, module)
-    edits = scene.edits(module)
-    edits.modules["contextlib"] = "contextlib"
-    edits.helpers[name] = HELPERS[name]
 
 
 def _call(scene: Scene, module: Module, node: cst.Call) -> None:
@@ -208,7 +199,7 @@ def _summon(scene: Scene, module: Module, node: cst.Call) -> None:
     if constant(args.get("recurse"), True) is not True or names & {"state_dict", "save_pretrained"}:
         raise Undecided("FM09", "a state dict shards again what was gathered", node, module)
     edits = scene.edits(module)
-    _helper(scene, module, node, "full_params")
+    edits.helper("full_params", node, "FM09")
     edits.need(FSDP, "FSDPModule")
     edits.replace(module.span(node), f"full_params({edits.code(model)})")
 

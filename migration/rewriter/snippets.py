@@ -27,6 +27,13 @@ def local_shard(tensor: Any) -> Any:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def own_steps(state: Any) -> Any:
+    """The state of an optimizer with a step for each parameter: FSDP1 saved one for several, which counts for all."""
+    for values in state["state"].values():
+        values.update({key: one.clone() for key, one in values.items() if torch.is_tensor(one) and not one.dim()})
+    return state
+
+
 @contextlib.contextmanager
 def no_sync(model: Any) -> Iterator[None]:
     """Gradients are summed up on each rank, and not reduced, while this is open."""

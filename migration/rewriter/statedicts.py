@@ -215,6 +215,10 @@ class StateDicts:
         loaded, assign = load
         self._reshard(module, assign or loaded, model)
         values = [edits.code(model), edits.code(optimizer), edits.code(state)]
+        if kind.full:
+            edits.helper("own_steps", node, code)
+            edits.need("torch")
+            values[-1] = f"own_steps({values[-1]})"
         text = self._made(module, loaded, "set_optimizer_state_dict", values, ["full_state_dict=True"] * kind.full)
         if assign is None:
             edits.replace(module.span(loaded), text)

@@ -55,8 +55,8 @@ python -m fsdp2.migrate rewrite --write train.py policies/
 - Where FSDP1 has a fault that the moved program hasn't, a line names it: losses may differ for that reason
   ([which](notes/fsdp1.md)).
 - A file in which anything fails is left as it is, with one line, and the others go on.
-- Checkpoints that FSDP1 wrote are another matter: full optimizer states have to be converted before they are loaded
-  ([what is the trap](migration-options.md#fm20)).
+- What is rewritten loads the checkpoints that FSDP1 wrote, and goes on as FSDP1 does. In code moved by hand a full
+  state of an optimizer [loads wrongly](migration-options.md#fm21), without an error.
 
 What it wrote for public repositories: [trials](migration-trials.md).
 """

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2.checkpoint.files import LocalFiles
-from fsdp2.checkpoint.state import AppState, Progress, RandomState
+from fsdp2.checkpoint.state import AppState, Progress, RandomState, SchedulerState
 from fsdp2.checkpoint.store import Store
 from tests.harness import Ranks, make_engine, one_step, save
 from tests.migrate.checkpoints.conftest import Cli, Saved
@@ -22,6 +22,8 @@ def _train_fsdp2(run: Path, groups: int) -> list[float]:
     for _ in range(STEPS):
         one_step(engine)
     parts: dict[str, Any] = {"progress": Progress(STEPS), "rng": RandomState(dist.get_rank(), torch.device("cpu"))}
+    if groups > 1:
+        parts["scheduler"] = SchedulerState(torch.optim.lr_scheduler.StepLR(engine.optimizer, 1, gamma=1.0))
     save(Store(LocalFiles(run / "checkpoints")), AppState(engine.model, engine.optimizer, parts), STEPS)
     return [one_step(engine) for _ in range(FURTHER)]
 
@@ -40,6 +42,7 @@ def test_fsdp1_goes_on_bit_for_bit_from_fsdp2(ranks: Ranks, cli: Cli, tmp_path: 
     assert losses == expected
     state = torch.load(tmp_path / "back.pt", weights_only=True)
     assert state["step"] == STEPS
+    assert ["initial_lr" in group for group in state["optimizer"]["param_groups"]] == ([True] * 2 if orig else [False])
     steps = [entry["step"] for entry in state["optimizer"]["state"].values()]
     assert len({step.untyped_storage().data_ptr() for step in steps}) == len(steps) == 32
 
@@ -54,7 +57,26 @@ def test_there_and_back_is_what_it_was(orig: Saved, cli: Cli, tmp_path: Path) ->
         for key, tensor in entries.items():
             assert torch.equal(tensor, after["optimizer"]["state"][name][key])
     for group, again in zip(before["optimizer"]["param_groups"], after["optimizer"]["param_groups"], strict=True):
-        assert again == {**group, "initial_lr": group["lr"]}
+        assert again == group  # not even initial_lr, which the conversion adds, and by which a load would fail
+
+
+@pytest.mark.parametrize("kind", ["full.pt", "sharded"])
+@pytest.mark.parametrize("flags", [(), ("--no-optimizer",)])
+def test_what_fsdp1_left_becomes_a_full_state_dict(
+    flat: Saved, cli: Cli, tmp_path: Path, kind: str, flags: tuple[str, ...]
+) -> None:
+    """Of which each parameter has a step of its own, in one file, as a script reads it."""
+    status, printed = cli(flat.folder / kind, tmp_path / "own.pt", "--to", "fsdp1-full", *flags)
+    assert status == 0, printed
+    before, after = (torch.load(path, weights_only=True) for path in (flat.folder / "full.pt", tmp_path / "own.pt"))
+    assert all(torch.equal(tensor, after["model"][name]) for name, tensor in before["model"].items())
+    places = [
+        [one["step"].untyped_storage().data_ptr() for one in state.get("optimizer", {"state": {}})["state"].values()]
+        for state in (before, after)
+    ]
+    assert len(set(places[0])) < len(places[0])
+    assert len(set(places[1])) == len(places[1]) == (0 if flags else len(places[0]))
+    assert kind == "sharded" or "left out: epoch" in printed
 
 
 def test_weights_alone_go_back(orig: Saved, cli: Cli, tmp_path: Path) -> None:
@@ -66,12 +88,12 @@ def test_weights_alone_go_back(orig: Saved, cli: Cli, tmp_path: Path) -> None:
 
 def test_what_cannot_go_back_is_refused(orig: Saved, cli: Cli, tmp_path: Path) -> None:
     out = tmp_path / "back.pt"
-    assert "holds no app.model" in cli(orig.folder / "sharded", out, "--to", "fsdp1-full")[1]
-    assert "is a file; a DCP checkpoint is a directory" in cli(orig.folder / "full.pt", out, "--to", "fsdp1-full")[1]
-    line = cli(tmp_path, out, "--to", "fsdp1-full", "--no-optimizer")[1]
-    assert "--no-optimizer with --to fsdp1-full" in line
+    assert "holds no checkpoint that is known" in cli(tmp_path, out, "--to", "fsdp1-full")[1]
     assert list(tmp_path.iterdir()) == []
     assert cli(orig.folder / "full.pt", tmp_path / "out")[0] == 0
+    line = cli(tmp_path / "out", out, "--to", "fsdp1-full", "--no-optimizer")[1]
+    assert "--no-optimizer with --to fsdp1-full" in line
+    assert "--wrap with --to" in cli(orig.folder / "full.pt", out, "--to", "fsdp1-full", "--wrap", "Block")[1]
     shard = tmp_path / "out" / "__0_0.distcp"
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.harness import Ranks
 from tests.migrate.prove.in_pool import InPool
 
@@ -84,3 +86,30 @@ def test_to_empty_of_a_module_alone_leaves_those_in_it(ranks: Ranks, tmp_path: P
     script.write_text(FROM_META)
     record = InPool(script, [], 1, 60, pool=ranks).record(tmp_path / "record", steps=1)
     assert record.facts()["unset"] == []
+
+
+IDLE = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+dist.init_process_group("gloo")
+model, idle = nn.Linear(3, 2), nn.Linear(3, 2, bias=False)
+for one in (model, idle):
+    fully_shard(one, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+optimizer = torch.optim.SGD([*model.parameters(), *idle.parameters()], lr=0.1)
+CLOSURE
+model(torch.eye(3)).square().sum().backward()
+optimizer.step()
+"""
+CLOSURE = "optimizer.step(lambda: model(torch.eye(3)).square().sum().backward())"
+
+
+@pytest.mark.parametrize("closure", ["", CLOSURE])
+def test_a_group_that_has_never_run_and_a_step_that_computes(ranks: Ranks, tmp_path: Path, closure: str) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(IDLE.replace("CLOSURE", closure))
+    record = InPool(script, [], 2, 60, pool=ranks).record(tmp_path / "record", steps=5)
+    assert record.steps == 1 + bool(closure)
+    assert {row["reduced"] for row in record.dtypes().values()} == {"bfloat16"}

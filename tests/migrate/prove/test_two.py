@@ -42,6 +42,7 @@ def fast_path_apart() -> float:
     ("case", "verdict", "cause"),
     [
         ("plain", EQUAL, None),
+        ("restored", EQUAL, None),
         ("shared", ROUNDING, "several FSDPBlock get one input"),
         ("late-zero", FAULT, "SHARD_GRAD_OP with use_orig_params=True and zero_grad() between forward and backward"),
         ("no-seed", FAULT, "sets no seed on its ranks: each draws other weights"),

@@ -59,6 +59,12 @@ if case == "decay":  # not of what has one dimension, as under FSDP1 all has
         {"params": [one for one in model.parameters() if one.ndim == 1], "weight_decay": 0.0},
     ]
 optimizer = torch.optim.AdamW(groups, lr=2e-2 if case in ("rate", "resumed-rate") else 1e-2)
+if case == "restored":  # the state of no step, which torch makes by a step of its own before the first forward
+    state = get_optimizer_state_dict(model, optimizer)
+    for of in state["state"].values():
+        of["step"].zero_()
+    optimizer.state.clear()
+    set_optimizer_state_dict(model, optimizer, state)
 torch.manual_seed({"other-ranks": 1 - dist.get_rank(), "other-seed": 7}.get(case, dist.get_rank()))
 for step in range(5):
     inputs = torch.randn(4, 6)

@@ -33,9 +33,17 @@ def train(model, optimizer, steps=3):
     return losses
 
 
+def saved(state):
+    """As FSDP1's file has it: one step for all parameters of a unit."""
+    step = next(iter(state["state"].values()))["step"].clone()
+    for values in state["state"].values():
+        values["step"] = step
+    return state
+
+
 def main():
-    model = FSDP(build(), device_id=torch.device("cpu"), use_orig_params=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model = FSDP(build(), device_id=torch.device("cpu"))
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, lr_decay=0.5)
     losses = train(model, optimizer)
     with FSDP.state_dict_type(
         model,
@@ -46,6 +54,7 @@ def main():
         # on every rank
         state = model.state_dict()
         optim_state = FSDP.optim_state_dict(model, optimizer)
+    optim_state = saved(optim_state)
     losses += train(model, optimizer)
     with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
         model.load_state_dict(state)

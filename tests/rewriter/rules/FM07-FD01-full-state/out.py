@@ -14,6 +14,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 
+def own_steps(state):
+    """The state of an optimizer with a step for each parameter: FSDP1 saved one for several, which counts for all."""
+    for values in state["state"].values():
+        values.update({key: one.clone() for key, one in values.items() if torch.is_tensor(one) and not one.dim()})
+    return state
+
+
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
@@ -40,9 +47,17 @@ def train(model, optimizer, steps=3):
     return losses
 
 
+def saved(state):
+    """As FSDP1's file has it: one step for all parameters of a unit."""
+    step = next(iter(state["state"].values()))["step"].clone()
+    for values in state["state"].values():
+        values["step"] = step
+    return state
+
+
 def main():
     model = fully_shard(build(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, lr_decay=0.5)
     losses = train(model, optimizer)
     # on every rank
     state = {name: tensor.cpu() for name, tensor in get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)).items()}
@@ -51,12 +66,13 @@ def main():
         optimizer,
         options=StateDictOptions(full_state_dict=True),
     )
+    optim_state = saved(optim_state)
     losses += train(model, optimizer)
     set_model_state_dict(model, dict(state), options=StateDictOptions(full_state_dict=True))
     set_optimizer_state_dict(
         model,
         optimizer,
-        optim_state,
+        own_steps(optim_state),
         options=StateDictOptions(full_state_dict=True),
     )
     return [*losses, *train(model, optimizer), *sorted(state)]
