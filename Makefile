@@ -99,7 +99,7 @@ resume: $(VENV)/.installed  ## go on with the newest run (RUN=… another), on a
 eval: $(VENV)/.eval  ## score the newest run's model (RUN=… another) with lm-eval: make eval TASKS=hellaswag
 	@test -n "$(RUN)" || { echo "there is no run yet: make train-llama"; exit 2; }
 	@test -n "$(TASKS)" || { echo "name what it is scored on: make eval TASKS=hellaswag"; exit 2; }
-	folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && \
+	folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && trap 'exit 130' INT TERM && \
 	  $(BIN)/python -m fsdp2.checkpoint export "$(RUN:%/=%)" "$$folder/model" --format hf && \
 	  $(BIN)/python -m lm_eval --model hf --model_args pretrained="$$folder/model" --tasks "$(TASKS)" $(ARGS)
 

@@ -32,7 +32,7 @@ def train(out: Path, folder: str, device: torch.device, steps: int = 6, norm: fl
     meta.check_initialised(model)  # raises if anything still holds that NaN
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     place, app = store.Store(files.LocalFiles(out / "checkpoints")), state.AppState(model, optimizer, {})
-    for step in range(restore.restore_newest(place, app), steps):
+    for step in range(done := restore.restore_newest(place, app), steps):
         order = torch.randperm(len(TEXT), generator=torch.Generator().manual_seed(step))  # on any number of ranks
         tokens = TEXT[order[:ROWS].tensor_split(ranks.size())[dist.get_rank()]].to(device)
         loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss * len(tokens) / ROWS
@@ -42,10 +42,10 @@ def train(out: Path, folder: str, device: torch.device, steps: int = 6, norm: fl
         optimizer.zero_grad()
         dist.all_reduce(total := loss.detach())
         losses.append(total.item())
-        if (step + 1) % 3 == 0:
+        if (step + 1) % 3 == 0 or step + 1 == steps:
             saver.save_now(place, app, step + 1, keep=2)
-    if losses:
-        full_model.while_rank_0(lambda: export(str(out), f"{out}/model-{steps}", "hf", like=(build(folder), {})))
+    made = out / f"model-{max(done, steps)}"  # the newest checkpoint's, which is exported
+    full_model.while_rank_0(lambda: made.exists() or export(str(out), str(made), "hf", like=(build(folder), {})))
     return losses
 
 

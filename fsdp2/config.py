@@ -104,7 +104,7 @@ class Config:
     eval_every: int | None = option(None, "also evaluate after each N optimizer steps of an epoch", or_off(whole(1)))
     batch_size: int = option(None, "samples per rank and microbatch" + unset("batch_size") + " of language", whole(1))
     global_batch_size: int | None = option(
-        None, "samples per optimizer step over all ranks; unset = batch size x ranks x accumulation", whole(1)
+        None, "samples a step, --batch-size a microbatch at most; unset = that x ranks x accumulation", whole(1)
     )
     test_batch_size: int = option(None, "samples per forward in evaluation; unset = 1000, or of text a batch", whole(1))
     loader_workers: int = option(0, "processes per rank that prepare batches; 0 = the training's own", whole(0, 256))
@@ -362,6 +362,11 @@ class Config:
     def global_batch(self, world_size: int) -> int:
         """Samples in one optimizer step over all ranks."""
         return self.global_batch_size or self.batch_size * self.grad_accumulation * (world_size // self.tp // self.sp)
+
+    def accumulation(self, world_size: int) -> int:
+        """Microbatches of a rank in one optimizer step; of a global batch as many as keep each to `batch_size`."""
+        samples = self.batch_size * (world_size // self.tp // self.sp)
+        return max(self.grad_accumulation, -(-(self.global_batch_size or 0) // samples))
 
     @property
     def saves(self) -> bool:

@@ -192,3 +192,17 @@ def test_losses_of_the_modes(train: Train) -> None:
     assert relative(every, last) < 1e-5
     variant = ["--shard-granularity=2", "--explicit-prefetching", "--reshard-after-forward=true"]
     assert losses(train(*flags, *variant, run="variant")) == every
+
+
+@pytest.mark.losses_alone
+def test_no_microbatch_of_a_global_batch_is_larger_than_the_batch_size(train: Train) -> None:
+    def said(events: list[tuple[str, dict[str, Any]]], text: str) -> bool:
+        return any(text in line for kind, data in events if kind == "start" for line in data["header"])
+
+    given = train("--grad-accumulation=3", run="given")
+    found = train("--global-batch-size=96", run="found")
+    alone = train("--global-batch-size=96", run="alone", n=1)  # as after the loss of a rank
+    assert losses(found) == losses(given)
+    assert relative(losses(alone), losses(given)) < 1e-5  # sums are rounded in another order
+    assert said(found, "global batch 96 = 16 a microbatch x 3 accumulated x 2 data-parallel ranks")
+    assert said(alone, "global batch 96 = 16 a microbatch x 6 accumulated x 1 data-parallel rank")

@@ -59,7 +59,7 @@ def test_all_of_them_are_refused_in_one_line(file: Path) -> None:
         load(file)
     why = "of 40 conversations 3 longer than --seq-len 64 (none is cut) and 2 without an answer to learn"
     one_line(
-        caught.value, f"{file}: {why} ({file}, lines 1, 17, 30, 9, 4)", "raise --seq-len, to ", "--bad-samples drop"
+        caught.value, f"{file}: {why} ({file}, lines 1, 4, 9, 17, 30)", "raise --seq-len, to ", "--bad-samples drop"
     )
     assert str(caught.value).count("all.jsonl") == 2
 
@@ -74,7 +74,7 @@ def test_those_that_cannot_be_read_are_counted_and_left_out(file: Path, capsys: 
     why = "3 longer than --seq-len 64 (none is cut) and 2 without an answer to learn and 3 that can't be read ("
     one_line(
         caught.value,
-        f"of 43 conversations {why}",
+        f"of 43 conversations {why}{file}, lines 1, 4, 9, 17, 21, 22, 23, 33); ",
         f"; {file}, line 21: its message 1 (user) has no content",
         "--bad-samples drop",
     )
@@ -87,7 +87,10 @@ def test_those_that_cannot_be_read_are_counted_and_left_out(file: Path, capsys: 
     assert "and 3 that can't be read" in counts
     line = ["prepare", str(file), "--chat", f"--tokenizer={file.parent}/tokenizer", f"--out={file.parent}/out"]
     assert command.cli(line) == 0
-    assert "warning: 3 can't be read, and a run needs --bad-samples drop" in capsys.readouterr().out
+    assert (
+        f"warning: 3 can't be read ({file}, lines 21, 22, 23), and a run needs --bad-samples drop"
+        in capsys.readouterr().out
+    )
 
 
 def test_where_most_cannot_be_read_it_is_not_their_fault(file: Path) -> None:
@@ -101,7 +104,7 @@ def test_where_most_cannot_be_read_it_is_not_their_fault(file: Path) -> None:
 
 def test_no_more_than_ten_are_named(file: Path) -> None:
     file.write_text("".join(json.dumps(talk("q", "yes" * (50 + number))) + "\n" for number in range(40)))
-    with pytest.raises(UnusableText, match=r"of 40 conversations 40 longer .* lines 40, 39, 38, .*, 31\); raise --seq"):
+    with pytest.raises(UnusableText, match=r"of 40 conversations 40 longer .* lines 31, 32, .*, 39, 40\); raise --seq"):
         load(file)
     with pytest.raises(UnusableText, match="--bad-samples drop leaves none of its conversations; 40 longer than"):
         load(file, drop=True)

@@ -127,7 +127,7 @@ def test_a_header_says_what_a_step_is_and_that_steps_are_few(train: Train) -> No
         assert found(kind, *parts, run="language", steps=steps) == [line, warned]
     few = ("--epochs=1", "--checkpoint-every=never", "--grad-accumulation=2")
     assert found("start", *few, "--global-batch-size=719", run="vit", steps=None) == [
-        "steps: 2 in all, 2 an epoch; global batch 719 = up to 180 a microbatch x 2 accumulated x 2 data-parallel "
+        "steps: 2 in all, 2 an epoch; global batch 719 = up to 16 a microbatch x 23 accumulated x 2 data-parallel "
         "ranks; gradients not clipped",
         "warning: the whole run is 2 optimizer steps; lower --global-batch-size, raise --epochs or give more data",
     ]

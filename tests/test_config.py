@@ -190,7 +190,6 @@ BAD = [
     (["--reduce-dtype", "fp16"], ["--reduce-dtype fp16", "add --mixed-precision fp16"]),
     (["--strategy", "ddp", "--mixed-precision", "--reduce-dtype", "bf16"], ["--reduce-dtype bf16 with --strategy ddp"]),
     (["--mixed-precision", "fp8"], ["--mixed-precision fp8", "bf16, fp16"]),
-    (["--global-batch-size", "2", "--grad-accumulation", "4"], ["--global-batch-size 2", "empty"]),
     (["--grad-accumulation-sync", "last"], ["--grad-accumulation-sync last", "--grad-accumulation 1", "N"]),
     (["--grad-accumulation", "2", "--grad-accumulation-sync", "replica"], ["--replicas 1", "add --replicas R"]),
     (

@@ -103,6 +103,11 @@ def test_conversations_and_mixtures(
     printed = capsys.readouterr().out
     assert f"evaluation: {len(data.test)} sequences of chat:{others}" in printed
     assert "read: prompt as question" in printed
+    mixed = [*line[:-1], f"--eval-dataset=chat:{others}@1,text:{files[1]}@3", "--chat-fields=;;prompt=q,completion=a;"]
+    assert command.cli(["show", *mixed, "--samples=1"]) == 0
+    evaluated = capsys.readouterr().out.partition("evaluation: ")[2]
+    assert "conversations: 8 of " in evaluated
+    assert "in an epoch" not in evaluated  # of which the shares are: an evaluation reads each sequence once
     with pytest.raises(ConfigError, match=r'--eval-dataset chat:.*others.jsonl: .*line 1: has no "messages"'):
         check_data(parse(line))
 

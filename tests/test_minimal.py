@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
+import re
 from functools import partial
 from pathlib import Path
 
@@ -51,6 +52,21 @@ def test_losses_are_those_of_train_also_after_a_resume_on_other_ranks(ranks: Ran
     # A finished training that is started again has nothing to do, and says so.
     first_rank, second_rank = ranks.run(said, tmp_path / "minimal", 3)
     assert (first_rank, second_rank) == ("rank 0 of 2: 3/3 epochs done\n", "rank 1 of 2: 3/3 epochs done\n")
+
+
+def without_groups(folder: Path) -> list[float]:
+    """As `trained`, without the loops over blocks: the page's first change, which leaves one group. In `Ranks`."""
+    source, count = re.subn(r"    for [^\n]*blocks[^\n]*\n(        [^\n]*\n)+", "", inspect.getsource(minimal.build))
+    assert count == 2, "the page says that there are two"
+    with pytest.MonkeyPatch.context() as patch:
+        exec(source, there := {**vars(minimal)})
+        patch.setattr(minimal, "build", there["build"])
+        return trained(folder, 1)
+
+
+def test_without_groups_it_has_the_same_losses(ranks: Ranks, tmp_path: Path) -> None:
+    expected = ranks.run(trained, tmp_path / "groups", 1)
+    assert ranks.run(without_groups, tmp_path / "one") == expected
 
 
 def test_its_model_is_that_of_train() -> None:

@@ -20,7 +20,7 @@ Options = Any
 def check_together(config: Options) -> None:
     """Raises ConfigError."""
     for check in (
-        *(_check_data, _check_batches, _check_optimizer, _check_precision, _check_recomputation, _check_attention),
+        *(_check_data, _check_optimizer, _check_precision, _check_recomputation, _check_attention),
         *(_check_compilation, _check_resume, _check_saving, _check_lora, _check_weights, _check_observing),
         _check_trackers,
     ):
@@ -69,14 +69,6 @@ def _check_data(config: Options) -> None:
         raise ConfigError(
             f"--dataset {config.dataset} with --model {config.model}: conversations are learned token by token, and "
             "this model learns in another way; use text:PATH, or a causal model"
-        )
-
-
-def _check_batches(config: Options) -> None:
-    if config.global_batch_size is not None and config.global_batch_size < config.grad_accumulation:
-        raise ConfigError(
-            f"--global-batch-size {config.global_batch_size} with --grad-accumulation {config.grad_accumulation}: "
-            "a microbatch would be empty; raise the one or lower the other"
         )
 
 

@@ -28,7 +28,7 @@ def _fsdp2_refusals(options: Options) -> Iterator[str]:
     if options.check_replicas is not None and options.replicas == options.tp == 1:
         yield "--check-replicas with --replicas 1: no rank holds what another holds; add --replicas R or drop it"
     mode = options.grad_accumulation_sync
-    if mode != "every" and options.grad_accumulation == 1:
+    if mode != "every" and options.grad_accumulation == 1 and options.global_batch_size is None:
         yield (
             f"--grad-accumulation-sync {mode} with --grad-accumulation 1: one microbatch is exchanged once anyway; "
             "add --grad-accumulation N or drop it"

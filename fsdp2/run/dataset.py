@@ -79,7 +79,7 @@ def training_batches(config: Config, dataset: Dataset, world: World, device: tor
     return Batches(
         pieces_of(dataset.train, share),
         global_batch=config.global_batch(world.world_size),
-        accumulation=config.grad_accumulation,
+        accumulation=config.accumulation(world.world_size),
         seed=config.seed,
         rank=share.index,
         world_size=share.of,

@@ -19,7 +19,8 @@ def line(config: Any) -> str:
     words += [f"weight decay {0.01 if decay is None else decay:g}"] * (config.optimizer == "adamw")
     words += [] if config.clip_grad_norm is None else [f"gradients clipped to norm {config.clip_grad_norm:g}"]
     if config.spec.kind == "language":
-        words.append(f"{config.batch_size} sequences of {config.seq_len} tokens a rank and microbatch")
+        most = "up to " * (config.global_batch_size is not None)
+        words.append(f"{most}{config.batch_size} sequences of {config.seq_len} tokens a rank and microbatch")
         if (known := config.spec.positions) and config.seq_len > known:
             words[-1] += f" (warning: its weights were trained for {known:,} positions)"
         elif known and config.seq_len < FROM_WEIGHTS["seq_len"] and 2 * config.seq_len > known:

@@ -31,7 +31,8 @@ def lines(dataset: Dataset) -> list[str]:
     if "evaluated" in about:
         source, test = about["evaluated"]
         found.append(f"evaluation: {len(dataset.test):,} sequences of {source}")
-        found += [f"  {one}" for one in _training(test, each)]
+        for one in [part for _, part, _ in test.about.get("mixed", [])] or [test]:  # each once, whatever the shares
+            found += [f"  {line}" for line in _training(one, each)]
     return found
 
 

@@ -15,13 +15,14 @@ from functools import partial
 from typing import Any
 
 from fsdp2.data.errors import UnusableText
-from fsdp2_extra.text.forms import LEARNED, Fields, from_json, messages_of, renamed, unread
+from fsdp2_extra.text.forms import LEARNED, OF_ROLE, ROLES, Fields, from_json, messages_of, renamed, unread
 from fsdp2_extra.text.rows import Row
 from fsdp2_extra.text.written import UnusableJson, parse
 
 NAME_CONTENT = "leave it out, or name its field, as --chat-fields role=from,content=value"
 USUAL: tuple[Any, ...] = (None, 1, "", [], {})
-ANSWERS = ("assistant", "model", "gpt", "bot", "ai")  # as other forms of data call who answers
+# Who speaks, as other forms of data have it: a template prints any name, and a model then learns a turn of that name.
+CALLED = {**ROLES, **dict.fromkeys(("model", "bot", "ai"), "assistant")}
 # Keys of messages that hold nothing to learn, or are looked at one by one. A template has to print any other.
 PLAIN = {"role", "content", "tool_calls", "name", "tool_call_id", *LEARNED}
 PLAIN |= {"id", "uuid", "index", "type", "model", "source", "date", "timestamp", "created_at", "language", "metadata"}
@@ -41,10 +42,8 @@ def conversation(row: Row, form: str, fields: Fields) -> tuple[list[Any], list[A
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise UnusableText(f"{where} has no role{_named(message)}")
         role = message["role"]
-        if role != "assistant" and role.strip().lower() in ANSWERS:
-            raise UnusableText(
-                f"{where} has the role {role}, and answers have the role assistant; add --chat-fields assistant={role}"
-            )
+        if (ours := CALLED.get(role.strip().lower(), role)) != role and ours in OF_ROLE:
+            raise UnusableText(f"{where} has the role {role}, which is {ours} here; add --chat-fields {ours}={role}")
         _require_usual(message, LEARNED, where)
         # Tables have each column in each row. Transformers leaves these out too.
         message = {key: value for key, value in message.items() if value is not None}

@@ -26,7 +26,7 @@ from fsdp2_extra.text.rows import Row
 from fsdp2_extra.text.tokenizer import Tokenizer
 from fsdp2_extra.text.windows import Conversations, Documents
 
-FORMAT = 13
+FORMAT = 14
 META = "meta.json"
 SPLITS = ("train", "test")
 NAMED = 10  # conversations that a refusal names
@@ -35,7 +35,7 @@ MOST_BYTES = 16 << 20  # of meta.json; a large one has a line for each token tha
 DTYPES = ("uint8", "uint16", "uint32")
 NAMES = {"format", "kind", "tokenizer", "begin", "field", "fields", "source", "content", "dtype"}
 NAMES |= {"documents", "tokens", "characters", "empty", "beside", "turns", "unlike", "files", "longest", "unlearned"}
-NAMES |= {"refused", "refusal"}
+NAMES |= {"refused", "refusal", "unread"}
 TOO_LONG, UNLEARNED, REFUSED = "too_long", "no_answer", "refused"  # why one isn't learned, as records say it
 EMPTY = numpy.empty(0, dtype=numpy.uint8)
 
@@ -137,8 +137,8 @@ def _require_form(meta: dict[str, Any]) -> None:
     for keys, names in ((SPLITS, "documents"), (SPLITS, "tokens"), (files_of(meta["kind"]), "files")):
         if meta[names].keys() != set(keys):
             raise ValueError(f"it counts {names} of others than {', '.join(keys)}")
-    named = [where for _, where in meta["longest"]] + meta["unlearned"]
-    if len(named) > 2 * NAMED + 1 or not all(type(where) is str and len(where) <= 2 * MOST for where in named):
+    named = [where for _, where in meta["longest"]] + meta["unlearned"] + meta["unread"]
+    if len(named) > 3 * NAMED + 1 or not all(type(where) is str and len(where) <= 2 * MOST for where in named):
         raise ValueError("it names conversations in another way than prepare does")
     turns = [count for token, (yes, no) in meta["turns"].items() for count in (int(token) + 1, yes, no)]
     by_name = [count for names in ("documents", "tokens", "files") for count in meta[names].values()]
@@ -308,7 +308,7 @@ def _refusal(name: str, meta: dict[str, Any], seq_len: int, left_out: Mapping[st
         others = f"; {meta['refused'] - 1:,} others can't be read either" if meta["refused"] > 1 else ""
         return f"{printable(meta['refusal'])}{others}; {drop}"
     long = [place for length, place in meta["longest"] if length > seq_len] if TOO_LONG in left_out else []
-    where = [*meta["unlearned"], *(place for place in long if place not in meta["unlearned"])][:NAMED]
+    where = list(dict.fromkeys([*meta["unlearned"], *meta["unread"], *long]))[:NAMED]
     count = sum(meta["documents"].values()) + meta["refused"]
     what = f"of {count:,} conversations {why_left_out(left_out, seq_len)}"
     fix = f"raise --seq-len, to {meta['longest'][0][0]:,} for the longest, " * (TOO_LONG in left_out)
@@ -322,4 +322,5 @@ def places(where: Sequence[str]) -> str:
     for one in where:
         file, _, number = one.rpartition(" ")
         by_file.setdefault(file, []).append(number)
-    return "; ".join(f"{file}{'s' * (len(numbers) > 1)} {', '.join(numbers)}" for file, numbers in by_file.items())
+    ordered = {file: sorted(numbers, key=lambda one: (len(one), one)) for file, numbers in by_file.items()}
+    return "; ".join(f"{file}{'s' * (len(numbers) > 1)} {', '.join(numbers)}" for file, numbers in ordered.items())

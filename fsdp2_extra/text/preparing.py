@@ -130,7 +130,7 @@ def _make(files: Sequence[File], work: Path, source: str, encoder: Encoder, say:
             for rows in blocks(rows_of(file, encoder.field)):
                 for row, made in _encoded(encoder, rows):
                     if isinstance(made, UnusableText):
-                        output.refuse(made)
+                        output.refuse(row, made)
                         continue
                     output.add(row, *made)
                     first += [made[0][:LOOKED_AT]] * (len(first) < LOOKED_AT)
@@ -168,6 +168,7 @@ def _make(files: Sequence[File], work: Path, source: str, encoder: Encoder, say:
         "unlearned": output.unlearned,
         "refused": output.refused,
         "refusal": output.refusal[:MOST],
+        "unread": output.unread,
         "unlike": encoder.tokenizer.unlike(first),
         "files": {name: (work / name).stat().st_size for name in files_of(encoder.kind)},
     }
@@ -203,7 +204,7 @@ class _Output:
         turns: of conversations, by the token that ends an answer: in how many it is learned, and in how many not.
         longest: of conversations, the tokens of some and where each is.
         unlearned: where some conversations are of which nothing is learned.
-        refused, refusal: how many conversations can't be read, and why the first can't.
+        refused, refusal, unread: how many conversations can't be read, why the first can't, and where some are.
     """
 
     def __init__(self, encoder: Encoder, files: Mapping[str, BinaryIO]) -> None:
@@ -218,11 +219,13 @@ class _Output:
         self.longest: list[tuple[int, str]] = []
         self.unlearned: list[str] = []
         self.refused, self.refusal = 0, ""
+        self.unread: list[str] = []
         self.beside: set[str] = set()
 
-    def refuse(self, why: UnusableText) -> None:
+    def refuse(self, row: Row, why: UnusableText) -> None:
         """Count one. Raise the first reason where most can't be read: that is the template's fault, or the fields'."""
         self.refused, self.refusal = self.refused + 1, self.refusal or str(why)
+        self.unread += [row.where] * (len(self.unread) < NAMED)
         if self.refused >= ENOUGH and self.refused > sum(self.documents.values()):
             raise UnusableText(self.refusal)
 

@@ -7,20 +7,21 @@ taken as numbers, and texts are shown as code, cut, without the folders of whoev
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from fsdp2.checkpoint.files import Files, LocalFiles, size_of
 from fsdp2.config import Config
 from fsdp2.options.errors import shown
 from fsdp2.report.records import parse
 from fsdp2.units import printable
 
 NAME = "README.md"
-AT_MOST = 1 << 20  # bytes of metrics.jsonl, from its end
+METRICS = "metrics.jsonl"
+AT_MOST = 1 << 20  # bytes of it, from its end
 LEFT_OUT = ("run-dir", "resume")
 VERSIONS = ("python", "torch", "git", "world_size", "machine", "gpu")  # of what `environment` of a run says
 PIPELINES = {"causal": "text-generation", "masked": "fill-mask", "image": "image-classification"}  # the hub's
@@ -55,7 +56,7 @@ def card(
     lines += ["Trained with FSDP2 by `python -m fsdp2.train`. What the model is for, what it can't do, and under which"]
     lines += ["licence it may be used, nobody has written here yet.", ""]
     of_average = {"step": step, "weights": "their moving average"}
-    lines += _table("result", of_average if average else _results(run / "metrics.jsonl", step))
+    lines += _table("result", of_average if average else _results(LocalFiles(run), step))
     lines += _table("flag", _chosen(flags))
     lines += _table("version", {name: versions.get(name) for name in VERSIONS} if isinstance(versions, dict) else {})
     return "\n".join(lines).encode()
@@ -80,10 +81,10 @@ def _chosen(flags: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _results(metrics: Path, step: int | None) -> dict[str, Any]:
+def _results(run: Files, step: int | None) -> dict[str, Any]:
     """Figures of these weights alone: of the step that made them, and of an evaluation behind it."""
     last: dict[str, dict[str, Any]] = {}
-    for record in _records(metrics):
+    for record in _records(run):
         if record["kind"] in ("train", "eval") and step in (None, record.get("step")):
             last[record["kind"]] = record
     found: dict[str, Any] = {"step": last.get("train", {}).get("step") if step is None else step}
@@ -95,12 +96,18 @@ def _results(metrics: Path, step: int | None) -> dict[str, Any]:
     return found
 
 
-def _records(metrics: Path) -> Iterator[dict[str, Any]]:
-    if not metrics.is_file():
+def evaluated(run: Files) -> dict[int, float]:
+    """The loss of a run's evaluations, by the step behind which each was."""
+    found = ((one.get("step"), one.get("loss")) for one in _records(run, 64 * AT_MOST) if one["kind"] == "eval")
+    return {step: loss for step, loss in found if type(step) is int and isinstance(loss, float)}
+
+
+def _records(run: Files, most: int = AT_MOST) -> Iterator[dict[str, Any]]:
+    if (size := size_of(run, METRICS)) is None:
         return
-    with open(metrics, "rb") as file:
-        file.seek(max(0, os.path.getsize(metrics) - AT_MOST))
-        for line in file.read(AT_MOST).splitlines(keepends=True):
+    with run.open(METRICS) as file:
+        file.seek(max(0, size - most))
+        for line in file.read(most).splitlines(keepends=True):
             record = parse(line)
             if record is not None:
                 yield record

@@ -25,6 +25,7 @@ from fsdp2.checkpoint.sources.source import Source, part_of
 from fsdp2.checkpoint.store import MARKER, METADATA, DamagedCheckpoint, Store, read_marker, verify
 from fsdp2.units import printable
 from fsdp2.units import size as size_in_words
+from fsdp2_tools.checkpoint.card import evaluated
 from fsdp2_tools.checkpoint.nonfinite import Nonfinite
 
 _STEP = "app.progress.step"
@@ -61,10 +62,12 @@ def list_checkpoints(run: str, *, quick: bool) -> int:
     if not names:
         raise Refused(f"{run}: holds no checkpoints; give the folder of a run")
     title = "verified (sizes alone)" if quick else "verified"
-    rows = [["checkpoint", "step", "when", "size", "ranks", "committed", title]]
+    losses = evaluated(files_at(run))
+    rows = [["checkpoint", "step", "eval loss", "when", "size", "ranks", "committed", title]]
     for name in sorted(names, key=lambda name: (name.startswith("superseded"), name)):
         files = place.at(name)
-        step = str(int(name.rsplit("-", 1)[-1]))
+        step = int(name.rsplit("-", 1)[-1])
+        loss = f"{losses[step]:.4f}" if step in losses and not name.startswith("superseded") else ""
         sizes = [size_of(files, file) or 0 for file in files.list("")]
         when = _when(files.root.lstat().st_mtime if isinstance(files, LocalFiles) else None)  # a URL has no such time
         entries = {"size": size_in_words(sum(sizes)), "ranks": "", "when": when, "verified": ""}
@@ -78,8 +81,9 @@ def list_checkpoints(run: str, *, quick: bool) -> int:
             except DamagedCheckpoint as error:
                 entries["verified"] = refusal(str(error).removeprefix(f"{files}: "))
         committed = "no, a dead save" if dead else "superseded" if name.startswith("superseded") else "yes"
-        rows.append([name, step, entries["when"], entries["size"], entries["ranks"], committed, entries["verified"]])
-    _print_table(rows, right=(1, 3, 4))
+        rows.append([name, str(step), loss, *(entries[one] for one in ("when", "size", "ranks")), committed])
+        rows[-1].append(entries["verified"])
+    _print_table(rows, right=(1, 2, 4, 5))
     return 0
 
 

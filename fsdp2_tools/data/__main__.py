@@ -56,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         raise ConfigError(str(error)) from None
     documents, tokens = (sum(meta[name].values()) for name in ("documents", "tokens"))
     if meta["refused"]:
-        print(f"warning: {meta['refused']:,} can't be read, and a run needs --bad-samples drop")
+        some = places(meta["unread"]) + ", …" * (meta["refused"] > NAMED)
+        print(f"warning: {meta['refused']:,} can't be read ({some}), and a run needs --bad-samples drop")
         print(f"  {printable(meta['refusal'])}")
     if unlearned := meta["unlearned"]:
         some = places(unlearned[:NAMED]) + ", …" * (len(unlearned) > NAMED)

@@ -45,7 +45,7 @@ def microbatches(config: Config, spec: ModelSpec, world: World, ledger: Ledger) 
     """
     count = config.global_batch(world.world_size)
     share = world.share(config.tp, config.sp)
-    sizes = sampler.microbatch_sizes(count, share.index, share.of, config.grad_accumulation)
+    sizes = sampler.microbatch_sizes(count, share.index, share.of, config.accumulation(world.world_size))
     sizes = sizes if len(sizes) <= MICROBATCHES else [*sizes[:2], sizes[-1]]
     for index, size in enumerate(sizes):
         batch = made_up(config, spec, size, count, last=index == len(sizes) - 1)

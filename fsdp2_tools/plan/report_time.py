@@ -40,7 +40,7 @@ def lines(plans: Sequence[Plan], gpu: Gpu, tokens: float | None) -> list[str]:
     width = max(len(name) for name, _ in rows) + 2
     found = ["", f"{'time, ranks':{width}}" + "".join(f"{plan.ranks:>12,}" for plan, _ in timed)]
     found += [f"{name:{width}}" + "".join(f"{value(*one):>12}" for one in timed) for name, value in rows]
-    for plan, time in timed:
+    for plan, time in (one for one in timed if one[1].groups):  # one rank exchanges nothing
         found += ["", f"{plan.ranks:,} ranks, exchanges on average, those first that a step waits for most:"]
         found += [f"  {described(group)}" for group in time.groups[:SHOWN]]
     speed, tp = gpu.speed, max(plan.config.tp for plan in plans)

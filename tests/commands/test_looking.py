@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import shutil
 import time
 from collections.abc import Callable
@@ -37,7 +38,8 @@ def vouch(directory: Path) -> None:
 def test_list_tells_committed_dead_damaged_and_superseded(mixed: Path, cli: Cli) -> None:
     status, out, _ = cli("list", mixed)
     title, *lines = out.splitlines()
-    assert (status, title.split()) == (0, ["checkpoint", "step", "when", "size", "ranks", "committed", "verified"])
+    assert status == 0
+    assert title.split() == ["checkpoint", "step", "eval", "loss", "when", "size", "ranks", "committed", "verified"]
     rows = {line.split()[0]: line for line in lines}
     assert list(rows) == ["step-00000004", "step-00000005", "step-00000006", "superseded-1-step-00000002"]
     assert rows["step-00000004"].endswith("2  yes              __1_0.distcp differs from what was committed")
@@ -46,6 +48,16 @@ def test_list_tells_committed_dead_damaged_and_superseded(mixed: Path, cli: Cli)
     assert rows["superseded-1-step-00000002"].endswith("2  superseded       ok")
     size = sum(path.stat().st_size for path in checkpoint(mixed).iterdir())
     assert f" {size / 1000:.1f} kB " in rows["step-00000005"]
+
+
+def test_list_has_the_evaluations_of_steps_that_are_there(mixed: Path, cli: Cli) -> None:
+    records = [
+        {"kind": "eval", "step": step, "epoch": 0, "loss": loss} for step, loss in ((2, 4.0), (4, 0.5), (5, 0.25))
+    ]
+    (mixed / "metrics.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in records) + '{"kind": "eval"}\n')
+    rows = {line.split()[0]: line.split()[2] for line in cli("list", mixed)[1].splitlines()}
+    assert (rows["step-00000004"], rows["step-00000005"]) == ("0.5000", "0.2500")
+    assert "4.0000" not in rows.values()  # of another step 2 than the superseded one
 
 
 def test_list_quick_compares_sizes_and_says_so(mixed: Path, cli: Cli) -> None:

@@ -77,6 +77,17 @@ def test_own_loop(ranks: Ranks, tmp_path: Path) -> None:
     assert torch.equal(exported(input_ids=tokens).logits, trained.eval()(input_ids=tokens).logits)
 
 
+def test_own_loop_exports_its_last_step_also_when_it_was_killed_before(ranks: Ranks, tmp_path: Path) -> None:
+    folder = save("llama", tmp_path / "model").removeprefix("hf:")
+    _, _, trained = _plain_loop(folder, 4, 1.0)
+    ranks.run(own_loop.train, tmp_path / "out", folder, CPU, 4)  # no multiple of what it saves after
+    exported = tmp_path / "out" / "model-4"
+    shutil.rmtree(exported)
+    assert ranks.run(own_loop.train, tmp_path / "out", folder, CPU, 4) == [[], []]
+    tokens = own_loop.TEXT[:2]
+    assert torch.equal(plain(str(exported))(input_ids=tokens).logits, trained.eval()(input_ids=tokens).logits)
+
+
 def _pairs(folder: str) -> pairs.Pairs:
     return pairs.load(str(PAIRS), folder, 64, 256, as_="text")
 
