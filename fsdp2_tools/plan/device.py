@@ -93,7 +93,7 @@ def terms(runs: Runs, memory: Memory) -> list[Term]:
         Term(
             "nccl's buffers",
             communicators * NCCL_COMMUNICATOR,
-            f"{communicators} groups that exchange, each 16 channels (assumed) with 2 buffers of 4 MiB (NCCL_BUFFSIZE)",
+            f"{communicators} group{'s' * (communicators != 1)} of ranks, each 16 channels (assumed) with 2 buffers of 4 MiB (NCCL_BUFFSIZE)",
         ),
     ]
 

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import fully_shard
 
 from fsdp2.checkpoint import full_dtensor
 from fsdp2.config import Config
+from fsdp2_tools.plan.__main__ import main as plan_main
 from fsdp2_tools.plan.__main__ import parser as plan_parser
 from tests.docs.running import ROOT, Shell, commands, left_out, missing
 from tests.harness import Ranks, small
@@ -267,6 +268,22 @@ def test_the_flags_of_a_plan_on_a_page_are_there_and_go_together() -> None:
         if str(given.get("model")).startswith("hf:"):  # a folder of the reader's
             given["model"] = "llama"
         Config(**{name: value for name, value in given.items() if name in names})
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_figures_of_a_plan_on_a_page_are_those_that_it_prints(
+    page: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = [one for _, region in document(page).regions for one in commands(str(region.parsed)) if one[1]]
+    plans = [one for one in shown if one[0].startswith("python -m fsdp2.plan ") and "hf:" not in one[0]]
+    if not plans:
+        pytest.skip("shows no plan")
+    for command, output in plans:
+        plan_main(shlex.split(command)[3:])
+        printed = capsys.readouterr().out
+        assert [line for line in output.splitlines() if line not in printed and line != "…"] == []
 
 
 def test_each_reason_is_that_of_a_block() -> None:
