@@ -93,7 +93,7 @@ def terms(runs: Runs, memory: Memory) -> list[Term]:
         Term(
             "nccl's buffers",
             communicators * NCCL_COMMUNICATOR,
-            f"{communicators} group{'s' * (communicators != 1)} of ranks, each 16 channels (assumed) with 2 buffers of 4 MiB (NCCL_BUFFSIZE)",
+            f"groups of ranks: {communicators}, each 16 channels (assumed) with 2 buffers of 4 MiB (NCCL_BUFFSIZE)",
         ),
     ]
 
