@@ -19,7 +19,7 @@ from fsdp2.models import llama
 from fsdp2.models.initial import reset_parameters
 from fsdp2.models.spec import ModelSpec, no_files
 from fsdp2.options.errors import ConfigError
-from fsdp2.run import trial
+from fsdp2.run import first_forward
 from fsdp2_extra.allocations.ledger import Ledger
 from tests.harness import Ranks, losses, main_in_ranks, of_kind, refusal_in_ranks
 
@@ -143,7 +143,7 @@ def _peaks(flags: list[str]) -> tuple[int, int]:
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trial, "require_whole_loss", counted(trial.require_whole_loss))
+        patch.setattr(first_forward, "require_whole_loss", counted(first_forward.require_whole_loss))
         patch.setattr(training, "train_step", counted(training.train_step))
         main_in_ranks(flags)
     return peaks[0], peaks[1]
@@ -160,9 +160,11 @@ def test_the_trial_of_the_whole_loss_takes_less_than_a_step(ranks: Ranks, tmp_pa
 def test_a_question_without_targets_is_tried_as_well() -> None:
     tokens = torch.arange(200).view(1, 200)
     named = {"input_ids": tokens, "position_ids": tokens}
-    batch = trial.first_tokens(Config(), Batch(named, torch.full_like(tokens, -100), True, 1, 200, True))
-    assert batch.targets.tolist() == [[0] * trial.TOKENS]
-    assert {name: tensor.shape for name, tensor in batch.inputs.items()} == dict.fromkeys(named, (1, trial.TOKENS))
+    batch = first_forward.first_tokens(Config(), Batch(named, torch.full_like(tokens, -100), True, 1, 200, True))
+    assert batch.targets.tolist() == [[0] * first_forward.TOKENS]
+    assert {name: tensor.shape for name, tensor in batch.inputs.items()} == dict.fromkeys(
+        named, (1, first_forward.TOKENS)
+    )
 
 
 def test_images_have_no_chunks() -> None:

@@ -1,6 +1,6 @@
 """The start of a run, in order, from the checkpoint that rank 0 finds to the files that are there at the first step.
 
-What only some runs need is loaded by those: `choose_checkpoint`, `restore_run`, `trial` and `NodeMemory`.
+What only some runs need is loaded by those: `choose_checkpoint`, `restore_run`, `first_forward` and `NodeMemory`.
 """
 
 from __future__ import annotations
@@ -152,11 +152,11 @@ def resume(job: Job, app: AppState, average: Ema | None, *, hashes: bool = True)
 
 
 def try_out(config: Config, engine: Engine, dataset: Dataset, device: torch.device) -> None:
-    """Try a language model as `trial.try_out` does. A collective call; raises ConfigError on every rank."""
+    """Try a language model as `first_forward.try_out` does. A collective call; raises ConfigError on every rank."""
     if config.spec.kind == "language":
-        from fsdp2.run import trial
+        from fsdp2.run import first_forward
 
-        trial.try_out(config, engine, dataset, device)
+        first_forward.try_out(config, engine, dataset, device)
 
 
 def keep_in_memory(config: Config, folder: NodeFolder | None, app: AppState, device: torch.device) -> NodeMemory | None:

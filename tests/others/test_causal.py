@@ -12,7 +12,7 @@ import torch
 from fsdp2 import models
 from fsdp2.config import parse
 from fsdp2.options.errors import ConfigError
-from fsdp2.run import trial
+from fsdp2.run import first_forward
 from fsdp2.train import main
 from fsdp2_extra.models.causal import same
 from tests.harness import losses
@@ -114,7 +114,7 @@ def test_rounding_is_told_from_what_a_row_sees() -> None:
 
 def test_what_is_tried_draws_no_number_of_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("require_causal", "require_documents_apart"):
-        monkeypatch.setattr(trial, name, lambda *_: torch.rand(1))
+        monkeypatch.setattr(first_forward, name, lambda *_: torch.rand(1))
     before = torch.get_rng_state()
-    trial.try_out(parse([]), Any, Any, torch.device("cpu"))  # type: ignore[arg-type]
+    first_forward.try_out(parse([]), Any, Any, torch.device("cpu"))  # type: ignore[arg-type]
     assert torch.equal(torch.get_rng_state(), before)

@@ -117,7 +117,8 @@ def _differ(config: Config, engine: Engine, rows: Any, region: slice) -> bool:
     tokens = rows["input_ids"] if isinstance(rows, dict) else rows
     piece = piece_of_rank(config, rows)
     with whole_logits(engine, config.spec) as plain:
-        logits = plain.logits(engine.forward(Batch(piece, tokens, True, 3, tokens.numel(), True)))
+        batch = Batch(piece, tokens, valid=True, samples=3, target_count=tokens.numel(), last=True)
+        logits = plain.logits(engine.forward(batch))
     first, end = (place_in_piece(config, piece, place) for place in (region.start, region.stop))
     return logits[:, first:end].numel() > 0 and not same(logits[:, first:end])
 
