@@ -36,6 +36,17 @@ def test_every_tensor_of_every_size_has_an_initial_value(name: str) -> None:
         assert len(spec.blocks(model)) > 1
 
 
+@pytest.mark.parametrize("name", models.NAMES)
+def test_a_loss_is_a_sum_over_targets(name: str) -> None:
+    """The loop divides it by the targets of all ranks and microbatches, so a mean would count small ones as large."""
+    spec, generator = models.get(name), torch.Generator().manual_seed(0)
+    sequence = (6,) if spec.kind == "language" else ()
+    logits = torch.randn(5, *sequence, 10, dtype=torch.float64, generator=generator)
+    targets = torch.randint(10, (5, *sequence), generator=generator)
+    whole, parts = spec.loss(logits, targets), [spec.loss(logits[rows], targets[rows]) for rows in ([0], [1, 2, 3, 4])]
+    assert float(sum(parts)) == pytest.approx(float(whole), rel=1e-6)  # sums in another order
+
+
 def test_the_seed_sizes_are_the_seeds_models() -> None:
     counts = {}
     for name in ("vit", "cnn", "transformer"):

@@ -276,7 +276,7 @@ def test_no_file_is_long() -> None:
 
 
 def test_the_book_and_the_repository_are_no_larger_than_they_say() -> None:
-    """The aims are 17,500 lines of the book and 40,000 of all that isn't tests and documentation."""
+    """The aims are 17,500 and 40,000. Who adds a model or the like raises both by its lines (docs/contributing.md)."""
     lines = dict.fromkeys((BOOK, *BESIDE, "benchmarks", "examples"), 0)
     for package in lines:
         for file in (ROOT / package).rglob("*.py"):
@@ -381,7 +381,7 @@ def test_one_of_several_ranks_refuses_with_the_others() -> None:
 
 @pytest.mark.parametrize(
     ("module", "most", "longest"),
-    [("fsdp2.train", 89, 10_930), ("fsdp2.parallelize", 14, 1_260), ("fsdp2.minimal", 9, 840)],
+    [("fsdp2.train", 89, 10_930), ("fsdp2.parallelize", 14, 1_260), ("fsdp2.minimal", 9, 845)],
 )
 def test_a_reader_loads_few_files(module: str, most: int, longest: int) -> None:
     """What a module loads is its size to a reader; the aims for `fsdp2.train` are 90 files and 11,000 lines."""

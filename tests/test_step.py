@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fsdp2.parallel import OPTIMIZERS
 from fsdp2.parallel.activation_checkpointing import EXPENSIVE
 from fsdp2.parallel.fully_sharded import FSDP2Engine
 from fsdp2.parallel.mesh import make_mesh
@@ -120,7 +121,7 @@ def test_the_norm_is_that_of_the_full_gradients_also_on_several_meshes(ranks: Ra
     assert [count for _, _, count in results[0]] == [1, 1, 2, 2, 2]
 
 
-@pytest.mark.parametrize("name", ["adam", "adamw", "adadelta", "sgd"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizer_state_exists_at_step_zero_and_changes_nothing(name: str) -> None:
     def trained(materialised: bool) -> Tensor:
         torch.manual_seed(0)

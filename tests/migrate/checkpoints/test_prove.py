@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fsdp2.models.names import NAMES
 from fsdp2.options.errors import ConfigError
 from migration.checkpoints import resume_runs
 from migration.checkpoints.code import Code, optimizer_class
@@ -171,7 +172,7 @@ def test_a_checkpoint_of_another_model_is_refused(orig: Saved, cli: Cli, tmp_pat
         (["--prove"], "--prove without --model"),
         (["--wrap", "Block"], "--wrap without --model"),
         (["--model", "vit", "--loss", "a:b"], "it has its own; drop --loss"),
-        (["--model", "vitt"], "is none of vit, cnn, transformer, llama and no module:factory"),
+        (["--model", "vitt"], f"is none of {', '.join(NAMES)} and no module:factory"),
         (["--model", "vit", "--model-size", "huge"], "must be one of seed, tiny, small, base"),
         (["--model", f"{HERE}:factory", "--model-size", "tiny"], "the factory decides"),
         (["--model", f"{HERE}:factory", "--prove"], "give --loss module:function"),
