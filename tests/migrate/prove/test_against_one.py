@@ -38,6 +38,47 @@ def test_the_fault_is_named_and_none_without_it(ranks: Ranks, tmp_path: Path, ki
     assert [note.kind for note in found.notes if note.kind != "same-dropout"] == noted
 
 
+IN_BF16 = {
+    "import fully_shard": "import MixedPrecisionPolicy, fully_shard",
+    "fully_shard(model)": "fully_shard(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16))",
+    "model(torch.randn(8, 6).chunk(world)[rank])": "model(torch.randn(8, 6).chunk(world)[rank]).float()",
+}
+ADAM = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.GELU()) for _ in range(3)))
+for one in (*model, model):
+    fully_shard(one, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+for _ in range(4):
+    batch = torch.randn(64, 16).chunk(world)[rank]
+    (model(batch).float() - batch).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+dist.destroy_process_group()
+"""
+
+
+def test_adam_makes_much_of_roundings_in_bf16_and_a_norm_of_shards_is_found_there(ranks: Ranks, tmp_path: Path) -> None:
+    wrong = faulty("optimizer_of_shards")
+    for old, new in IN_BF16.items():
+        wrong = wrong.replace(old, new)
+    for name, text, kinds in (("right", ADAM, []), ("wrong", wrong, ["updates"])):
+        script = tmp_path / f"{name}.py"
+        script.write_text(text)
+        alone, several = (InPool(script, [], count, 60, pool=ranks) for count in (1, 2))
+        (tmp_path / name).mkdir()
+        found = against_one(alone, several, 4, tmp_path / name)
+        assert [fault.kind for fault in found.faults] == kinds, found.text()
+        assert "equal gradients" not in found.text()
+
+
 def test_every_program_is_tried() -> None:
     assert {path.stem for path in SOUND.glob("*.py")} == set(FAULTS)
 
