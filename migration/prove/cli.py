@@ -19,7 +19,7 @@ from fsdp2.units import printable
 from fsdp2_tools import results
 from fsdp2_tools.compare.report import terminal
 from migration.prove.against_one import Fault, Incomparable, faults, larger, notes, scales
-from migration.prove.compare import FAULT, Verdict, compare
+from migration.prove.compare import FAULT, Verdict, compare, require_a_move
 from migration.prove.launch import SPAWNS, Failed, Program
 from migration.prove.record import Record
 
@@ -168,6 +168,7 @@ def two(before: Program, after: Program, steps: int, folder: Path) -> Verdict:
         verdict.cause = (
             f"{verdict.cause}; without it {cured.first.line() if cured.status and cured.first else cured.verdict}"
         )
+    require_a_move(verdict, first, second)
     return verdict
 
 
@@ -186,6 +187,7 @@ def text(verdict: Verdict) -> str:
         from_there = verdict.parameter and verdict.parameter.line()
         lines.append(f"parameters: {f'different since {from_there}' if from_there else 'bit-equal in every step'}")
         lines.append(f"cause: {verdict.cause or 'none that is known'}")
+    lines += [f"note: {what}" for what in verdict.lacks]
     lines.append(f"losses: at most {verdict.loss_apart:.1e} apart in {verdict.steps} steps")
     lines.append(f"verdict: {verdict.verdict}")
     return "\n".join(lines)

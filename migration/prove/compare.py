@@ -9,7 +9,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from migration.prove.fingerprint import total
@@ -17,6 +17,7 @@ from migration.prove.record import Event, Record
 
 EQUAL, ROUNDING, DIFFERENT = "bit-equal", "equal to rounding", "different"
 FAULT = "different by this cause alone"  # shown by a run without it
+NO_MOVE = ", and no move to FSDP2"  # behind the verdict on programs of which none is shown
 # How far apart the first difference may be, and losses, norms and gradients at any later step, in units of the larger
 # value. Losses alone say too little: few steps with gradients that add up leave them close.
 FIRST = {False: 1e-5, True: 3e-2}
@@ -59,6 +60,7 @@ class Verdict:
     cause: str | None = None
     cure: str | None = None
     loss_apart: float = 0.0  # the most, in units of the larger, of all losses
+    lacks: list[str] = field(default_factory=list)  # which program has nothing of the FSDP that it is to have
 
     @property
     def status(self) -> int:
@@ -102,6 +104,16 @@ def compare(before: Record, after: Record) -> Verdict:
             verdict.cause, verdict.cure = named
             break
     return verdict
+
+
+def require_a_move(verdict: Verdict, before: Record, after: Record) -> None:
+    """Say which program lacks FSDP, and take the verdict back where AFTER has FSDP1's, or neither has any. DDP may take
+    the place of units with NO_SHARD."""
+    old, new = before.facts(), after.facts()
+    verdict.lacks += ["BEFORE has no unit of FSDP1"] * (not old["fsdp1"])
+    verdict.lacks += ["AFTER has no group of FSDP2" + ", but units of FSDP1" * new["fsdp1"]] * (not new["fsdp2"])
+    if not new["fsdp2"] and (new["fsdp1"] or not old["fsdp1"]):
+        verdict.verdict += NO_MOVE
 
 
 def _places(before: Record, after: Record) -> Iterator[tuple[int, int]]:

@@ -120,8 +120,8 @@ def _strides(shape: torch.Size) -> list[int]:
     return strides[-len(shape) :] if shape else []
 
 
-def fsdp1_facts(roots: list[nn.Module]) -> dict[str, bool]:
-    """Kinds of units in which FSDP1 is wrong itself, and whether there are any.
+def fsdp_facts(roots: list[nn.Module]) -> dict[str, bool]:
+    """Whether there are units of FSDP1, groups of FSDP2, and kinds of units in which FSDP1 is wrong itself.
 
     `keeps_gathered`: SHARD_GRAD_OP with `use_orig_params`. `apart`: replicas of shards of one rank, which take it for
     NO_SHARD within that rank. Of these only `use_orig_params` isn't public.
@@ -129,6 +129,8 @@ def fsdp1_facts(roots: list[nn.Module]) -> dict[str, bool]:
     units = [unit for root in roots for unit in FullyShardedDataParallel.fsdp_modules(root)]
     alone = ShardingStrategy.NO_SHARD
     return {
+        "fsdp1": bool(units),
+        "fsdp2": any(isinstance(module, FSDPModule) for root in roots for module in root.modules()),
         "keeps_gathered": any(unit.sharding_strategy in KEEPS_GATHERED and unit._use_orig_params for unit in units),
         "apart": any(
             unit.sharding_strategy is alone and dist.get_world_size(unit.process_group) < dist.get_world_size()

@@ -28,7 +28,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from migration.prove.fingerprint import rows
 from migration.prove.habits import Habits, is_reordered, norms_of, whole_gradients
-from migration.prove.parts import Cuts, Part, buffers, described, dtypes, fsdp1_facts, parts, roots, split_otherwise
+from migration.prove.parts import Cuts, Part, buffers, described, dtypes, fsdp_facts, parts, roots, split_otherwise
 
 LOW = (torch.bfloat16, torch.float16)
 
@@ -263,7 +263,7 @@ class Recorder:
             self._state("before", gradient=False)
             split = any(map(split_otherwise, self._roots))
             norms = [name for root in self._roots for name in norms_of(root)]
-            facts = self._facts | self._habits.facts | _standing() | fsdp1_facts(self._roots)
+            facts = self._facts | self._habits.facts | _standing() | fsdp_facts(self._roots)
             self.write("facts", **facts, split_otherwise=split, norms=norms)
         if whole_gradients(held):
             self.write("unreduced")

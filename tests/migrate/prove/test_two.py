@@ -74,6 +74,59 @@ def test_the_cause_is_named(ranks: Ranks, tmp_path: Path, case: str, verdict: st
     assert found.status == (1 if verdict == DIFFERENT else 0)
 
 
+WRAPPED = {
+    "nothing": "nn.parallel.DistributedDataParallel(plain)",
+    "fsdp1": 'FullyShardedDataParallel(plain, device_id=torch.device("cpu"))',
+    "fsdp2": "fully_shard(plain)",
+}
+PLAIN = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+plain = nn.Linear(4, 2)
+model = WRAPPED
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+model(torch.ones(2, 4)).square().sum().backward()
+optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "verdict", "lacks"),
+    [
+        (
+            "nothing",
+            "nothing",
+            "bit-equal, and no move to FSDP2",
+            ["BEFORE has no unit of FSDP1", "AFTER has no group"],
+        ),
+        ("fsdp1", "fsdp1", "bit-equal, and no move to FSDP2", ["AFTER has no group of FSDP2, but units of FSDP1"]),
+        ("nothing", "fsdp1", "bit-equal, and no move to FSDP2", ["BEFORE has no unit", "of FSDP2, but units of FSDP1"]),
+        ("fsdp1", "nothing", "bit-equal", ["AFTER has no group of FSDP2"]),
+        ("nothing", "fsdp2", "bit-equal", ["BEFORE has no unit of FSDP1"]),
+        ("fsdp1", "fsdp2", "bit-equal", []),
+    ],
+)
+def test_a_proof_without_fsdp_is_none(
+    ranks: Ranks, tmp_path: Path, before: str, after: str, verdict: str, lacks: list[str]
+) -> None:
+    """As of a script of accelerate that is started without the variables of its launcher."""
+    programs = []
+    for name, how in (("before", before), ("after", after)):
+        (tmp_path / f"{name}.py").write_text(PLAIN.replace("WRAPPED", WRAPPED[how]))
+        programs.append(InPool(tmp_path / f"{name}.py", [], 2, 60, pool=ranks))
+    (tmp_path / "records").mkdir()
+    found = two(*programs, 1, tmp_path / "records")
+    assert (found.verdict, found.status) == (verdict, int(verdict != "bit-equal"))
+    assert len(found.lacks) == len(lacks)
+    assert all(words in line and f"note: {line}" in text(found) for words, line in zip(lacks, found.lacks, strict=True))
+
+
 # The others are bit-equal.
 CLIPPED = "summed in another order"
 ROUNDED = {
