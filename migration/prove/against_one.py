@@ -288,7 +288,8 @@ def _updates(one: Record, several: Record) -> Named:
     """Of the first step: what was added to each tensor, whose sketch is the difference of two."""
     before, alone, together = one.whole(1, "before"), one.whole(1, "after"), several.whole(1, "after")
     gradients, others = one.whole(1, "gradient"), several.whole(1, "gradient")
-    size, found, most = total(gradients.values()).norm, [], 0.0
+    size, most = total(gradients.values()).norm, 0.0
+    found: list[str] = []
     for name in sorted(before.keys() & together.keys() & gradients.keys() & others.keys()):
         if gradients[name].norm <= 1e-4 * size:  # Adam makes anything of a gradient that is 0 but for rounding
             continue
@@ -299,7 +300,8 @@ def _updates(one: Record, several: Record) -> Named:
         share = 0.05 if off <= FIRST[False] else max(0.05, 4 * math.sqrt(off) + 2 / math.sqrt(count))
         alike = share * alone[name].distance(before[name]) + 1e-6 * before[name].norm
         if together[name].distance(alone[name]) > alike:
-            found, most = [*found, name], max(most, off)
+            found.append(name)
+            most = max(most, off)
     if not found:
         return None
     how = "with equal gradients" if most <= FIRST[False] else f"with gradients at most {most:.0e} apart"

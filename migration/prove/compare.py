@@ -249,6 +249,13 @@ def _one_moment(before: Record, after: Record, first: Difference) -> Cause | Non
     )
 
 
+def _low_loss(before: Record, after: Record, first: Difference) -> Cause | None:
+    ours, theirs = (any(event["low"] for event in one.of(0, "backward")) for one in (before, after))
+    if ours or not theirs or first.what not in ("loss", "gradient of"):
+        return None
+    return "AFTER's loss is of 16 bits, BEFORE's isn't: FSDP2's output_dtype, as accelerate sets it with bf16", None
+
+
 def _seeds(before: Record, after: Record, first: Difference) -> Cause | None:
     why = "the program sets no seed on its ranks: each draws other weights, and FSDP1 and FSDP2 keep other parts"
     return (why, "seed") if first.what == "initial parameter" and first.relative is not None else None
@@ -291,8 +298,10 @@ def _times(before: Record, after: Record, first: Difference) -> Cause | None:
     return f"the loss that AFTER passes to backward() is {factor:.6g} times that of BEFORE{known}", None
 
 
-CAUSES: list[Rule] = [_clipping, _shared_input, _accumulation, _fast_path]
-FAULTS: list[Rule] = [_seeds, _other_samples, _times, _kept_gathered, _never_together, _one_moment, _fast_path, _left]
+CAUSES: list[Rule] = [_clipping, _low_loss, _shared_input, _accumulation, _fast_path]
+FAULTS: list[Rule] = [
+    *(_seeds, _other_samples, _times, _kept_gathered, _never_together, _one_moment, _fast_path, _left, _low_loss)
+]
 
 
 def _table(before: Record, after: Record) -> list[dict[str, Any]]:

@@ -50,7 +50,7 @@ class Recorder:
     forward: a model with parameters was called.
     moments: FSDP1 gave an optimizer's state in which one tensor stands for several.
     zero: gradients were set to zero; `left`: a model did so, and some that an optimizer holds are still there.
-    backward: `value`, the sum of what is passed to it.
+    backward: `value`, the sum of what is passed to it; whether it is `low`, of 16 bits.
     clip: the `norm` that torch's or FSDP1's clipping returned; whether it is `low`, of gradients of 16 bits.
     state: `when` before (the first step), unclipped, gradient (before each step), after (each); `parts` by name, and
         `buffers`.
@@ -130,7 +130,7 @@ class Recorder:
         if not self._in_backward:  # recomputation calls it from within
             for tensor in (tensors,) if isinstance(tensors, Tensor) else tensors:
                 if isinstance(tensor, Tensor):  # and no edge of a graph
-                    self.write("backward", value=float(tensor.detach().sum()))
+                    self.write("backward", value=float(tensor.detach().sum()), low=tensor.dtype in LOW)
             self._inputs.clear()
             if self.step == 1:
                 self._facts["draws"] |= self._random != _generators()

@@ -125,6 +125,7 @@ def everything(paths: Sequence[str], *, texts: bool = True) -> Everything:
             line = re.match(r"(?:cell \d+, )?line (\d+):", why)
             findings.append(make(str(source.path), (None, int(line[1]) if line else 1, 1), "FC24", why, BLOCKS))
         unread.append(f"{printable(str(source.path))}: {why}; left as it is")
+    unread += [f"{one.place} {one.code} {one.message}" for one in findings if one.code == "FY11"]
     unread += [_kept(reasons) for reasons in result.kept]
     for node, module, fault in result.faults:
         place = make(str(module.path), module.source.place(module.span(node)[0]), "FC01", "", KEPT).place

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from migration.rewriter.edits import MARKED, MOVED
+from migration.rewriter.edits import KEPT, MARKED, MOVED
 from migration.rewriter.finding import Finding, make
 from migration.rewriter.source import LIMIT, Source, Unreadable
 
@@ -59,6 +59,7 @@ class Config:
     version: int = 1
     head: Place | None = None
     path: tuple[str, ...] = ()  # of keys, to the mapping of FSDP's
+    low: Place | None = None  # mixed precision beside it
 
     @property
     def fsdp2(self) -> bool:
@@ -83,7 +84,9 @@ class Config:
                 found.append(self._found(place, "FY04", MARKED if local else MOVED))
             elif key in SAME:
                 found.append(self._found(place, "FY05"))
-        as_lines = any(one.status != MOVED for one in found) or self.moved is not None
+        if self.low is not None:
+            found.append(self._found(self.low, "FY11", KEPT))
+        as_lines = any(one.status == MARKED for one in found) or self.moved is not None
         return [self._found(self.head, MOVABLE[self.kind], *(() if as_lines else (MARKED, BY_HAND))), *found]
 
     @property
@@ -96,7 +99,7 @@ class Config:
 
     def undecided(self) -> list[Finding]:
         """List what keeps the file from being moved."""
-        return [f for f in self.findings() if f.status != MOVED]
+        return [f for f in self.findings() if f.status not in (MOVED, KEPT)]
 
     def rewritten(self) -> str:
         """The file's text with FSDP2's keys; as it was if something has to be decided."""
@@ -227,7 +230,10 @@ def _kind(source: Source, data: Mapping[str, Any], path: tuple[str, ...] = ()) -
         if not ours and not told and not any(key in held for key in COMPOSER):
             return None
         kind = "transformers" if told else "accelerate" if ours else "composer"
-        return _config(source, kind, held, _place(source, data, "fsdp_config"), (*path, "fsdp_config"))
+        config = _config(source, kind, held, _place(source, data, "fsdp_config"), (*path, "fsdp_config"))
+        if kind == "accelerate" and data.get("mixed_precision") in ("bf16", "fp16"):
+            config.low = _place(source, data, "mixed_precision")
+        return config
     found = _lightning(source, data, path[-1] if path else "")
     if found is not None:
         return found

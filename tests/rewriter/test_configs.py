@@ -51,6 +51,17 @@ def test_accelerates_configuration_is_moved(tmp_path: Path) -> None:
     assert everything([str(path)]).findings == []
 
 
+def test_what_accelerates_bf16_adds_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "fsdp.yaml"
+    path.write_text(f"{ACCELERATE}mixed_precision: bf16\n")
+    assert run("rewrite", "--write", path) == 0
+    assert path.read_text() == f"{MOVED}mixed_precision: bf16\n"
+    assert f"{path}:13:1 FY11 mixed_precision: bf16" in (said := capsys.readouterr().err)
+    assert "accelerate sets output_dtype too" in said
+    path.write_text(f"{ACCELERATE}mixed_precision: 'no'\n")
+    assert "FY11" not in [finding.code for finding in everything([str(path)]).findings]
+
+
 @pytest.mark.parametrize("indent", [None, 4, "\t"])
 def test_accelerates_json_is_moved(tmp_path: Path, indent: int | str | None) -> None:
     held = {"fsdp_sharding_strategy": 1, "fsdp_use_orig_params": True, "fsdp_offload_params": False}

@@ -36,7 +36,7 @@ def run(losses: list[float], *, norms: list[float] | None = None, name: str = "w
     }
     events = [{"kind": "facts", "step": 1, **facts}, state(1, "before", WEIGHT, name)]
     for step, loss in enumerate(losses, 1):
-        events.append({"kind": "backward", "step": step, "value": loss})
+        events.append({"kind": "backward", "step": step, "value": loss, "low": False})
         events.append(state(step, "unclipped", WEIGHT, name))
         if norms:
             events.append({"kind": "clip", "step": step, "norm": norms[step - 1], "low": False})

@@ -57,6 +57,7 @@ def fast_path_apart() -> float:
         ("decay", DIFFERENT, "settings weight_decay of blocks.0.inner.bias: 0.01 before, 0.0 after"),
         ("model-zero", DIFFERENT, "model.zero_grad() between forward and backward doesn't reach parameters"),
         ("rate", DIFFERENT, None),
+        ("low-loss", DIFFERENT, "AFTER's loss is of 16 bits, BEFORE's isn't: FSDP2's output_dtype"),
         ("loss", DIFFERENT, None),
     ],
 )
@@ -121,7 +122,7 @@ def test_a_proof_without_fsdp_is_none(
         (tmp_path / f"{name}.py").write_text(PLAIN.replace("WRAPPED", WRAPPED[how]))
         programs.append(InPool(tmp_path / f"{name}.py", [], 2, 60, pool=ranks))
     (tmp_path / "records").mkdir()
-    found = two(*programs, 1, tmp_path / "records")
+    found = two(programs[0], programs[1], 1, tmp_path / "records")
     assert (found.verdict, found.status) == (verdict, int(verdict != "bit-equal"))
     assert len(found.lacks) == len(lacks)
     assert all(words in line and f"note: {line}" in text(found) for words, line in zip(lacks, found.lacks, strict=True))

@@ -47,7 +47,8 @@ if case == "hybrid":
 model = Net()
 for block in model.blocks:
     fully_shard(block, mesh=mesh, reshard_after_forward=case != "late-zero")
-fully_shard(model, mesh=mesh)
+policy = MixedPrecisionPolicy(output_dtype=torch.bfloat16 if case == "low-loss" else None)  # as accelerate sets it
+fully_shard(model, mesh=mesh, mp_policy=policy)
 mask = nn.Transformer.generate_square_subsequent_mask(4)
 teacher = nn.TransformerEncoderLayer(6, 2, 12, batch_first=True).eval().requires_grad_(False)
 if case.startswith("fast-path"):
