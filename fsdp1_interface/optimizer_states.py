@@ -35,7 +35,6 @@ def optim_state_dict(
     """
     _require_own(model, group)
     settings = settings_of(model)
-    _say(settings.state_dict_type, "optim_state_dict()", "state = get_optimizer_state_dict(model, optim")
     return _named(model, optim, optim_state_dict, settings.state_dict_type, settings.optim_state_dict_config)
 
 
@@ -95,14 +94,14 @@ def full_optim_state_dict(
     """Deprecated in FSDP1 too: `optim_state_dict` under FULL_STATE_DICT, on the CPU."""
     _require_own(model, group)
     config = FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=rank0_only)
-    return _named(model, optim, None, StateDictType.FULL_STATE_DICT, config)
+    return _named(model, optim, None, StateDictType.FULL_STATE_DICT, config, "full_")
 
 
 def sharded_optim_state_dict(model: nn.Module, optim: Optimizer, group: Any = None) -> State:
     """Deprecated in FSDP1 too: `optim_state_dict` under SHARDED_STATE_DICT, on the device."""
     _require_own(model, group)
     config = ShardedOptimStateDictConfig(offload_to_cpu=False)
-    return _named(model, optim, None, StateDictType.SHARDED_STATE_DICT, config)
+    return _named(model, optim, None, StateDictType.SHARDED_STATE_DICT, config, "sharded_")
 
 
 def shard_full_optim_state_dict(
@@ -137,7 +136,10 @@ def rekey_optim_state_dict(*args: Any, **kwargs: Any) -> State:
 
 
 @torch.no_grad()
-def _named(model: nn.Module, optim: Optimizer, raw: State | None, kind: StateDictType, config: Any) -> State:
+def _named(
+    model: nn.Module, optim: Optimizer, raw: State | None, kind: StateDictType, config: Any, what: str = ""
+) -> State:
+    _say(kind, f"{what}optim_state_dict()", "state = get_optimizer_state_dict(model, optim")
     reshard_all(model)
     raw = optim.state_dict() if raw is None else raw
     names = _names(model)

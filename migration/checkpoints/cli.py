@@ -51,8 +51,7 @@ def _run(given: argparse.Namespace) -> None:
             checked(flag, value, location)
     if given.no_optimizer and (given.optimizer or given.optimizer_names):
         raise ConfigError("--no-optimizer with --optimizer or --optimizer-names: drop one of them")
-    back_to_fsdp1 = given.to == "fsdp1-full"
-    for flag in (*OF_THE_CODE, *OF_FSDP1 * is_ours(Path(given.source))) if back_to_fsdp1 else ():
+    for flag in (*OF_THE_CODE, *OF_FSDP1 * is_ours(Path(given.source))) if given.to == "fsdp1-full" else ():
         if getattr(given, flag):
             raise ConfigError(f"--{flag.replace('_', '-')} with --to fsdp1-full: is about FSDP1's files; drop it")
     code = _code(given)
@@ -63,7 +62,7 @@ def _run(given: argparse.Namespace) -> None:
         with_optimizer=not given.no_optimizer,
         order=_names(given.optimizer_names) if given.optimizer_names else None,
     )
-    if back_to_fsdp1:
+    if given.to == "fsdp1-full":
         lines, proof = back(given.source, given.out, choice)
         _print(*lines, f"proven: {proof.line()}")
         return

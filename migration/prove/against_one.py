@@ -288,23 +288,21 @@ def _updates(one: Record, several: Record) -> Named:
     """Of the first step: what was added to each tensor, whose sketch is the difference of two."""
     before, alone, together = one.whole(1, "before"), one.whole(1, "after"), several.whole(1, "after")
     gradients, others = one.whole(1, "gradient"), several.whole(1, "gradient")
-    size, most = total(gradients.values()).norm, 0.0
-    found: list[str] = []
+    size, found = total(gradients.values()).norm, dict[str, float]()
     for name in sorted(before.keys() & together.keys() & gradients.keys() & others.keys()):
-        if gradients[name].norm <= 1e-4 * size:  # Adam makes anything of a gradient that is 0 but for rounding
-            continue
-        off = others[name].distance(gradients[name]) / gradients[name].norm
-        # Adam's first step is about the sign. Of gradients that are `off` apart about off / pi of the signs differ, each
-        # by 2, so that updates are 1.1 * sqrt(off) apart, or by one sign of a small tensor; a sketch errs by a half.
+        off = others[name].distance(gradients[name]) / (gradients[name].norm or 1.0)
+        # Adam's first step is about the sign. Of gradients that are `off` apart about off / pi of the signs differ, by
+        # 2, so that updates are 1.1 * sqrt(off) apart, or by one sign of a small tensor; a sketch errs by a half.
         count = sum(many for _, _, many in one.parts(0, 1, "gradient")[name])
         share = 0.05 if off <= FIRST[False] else max(0.05, 4 * math.sqrt(off) + 2 / math.sqrt(count))
         alike = share * alone[name].distance(before[name]) + 1e-6 * before[name].norm
-        if together[name].distance(alone[name]) > alike:
-            found.append(name)
-            most = max(most, off)
+        # It makes anything of a gradient that is 0 but for rounding.
+        if gradients[name].norm > 1e-4 * size and together[name].distance(alone[name]) > alike:
+            found[name] = off
     if not found:
         return None
-    how = "with equal gradients" if most <= FIRST[False] else f"with gradients at most {most:.0e} apart"
+    most = max(found.values())
+    how = "with equal gradients" if most <= FIRST[False] else f"with gradients up to {most:.0e} apart"
     text = f"step 1: the optimizer changes {_some(found)} differently, {how}"
     return "updates", f"{text}: does it use a norm or a mean of one rank's shard?"
 

@@ -17,7 +17,6 @@ from migration.prove.record import Event, Record
 
 EQUAL, ROUNDING, DIFFERENT = "bit-equal", "equal to rounding", "different"
 FAULT = "different by this cause alone"  # shown by a run without it
-NO_MOVE = ", and no move to FSDP2"  # behind the verdict on programs of which none is shown
 # How far apart the first difference may be, and losses, norms and gradients at any later step, in units of the larger
 # value. Losses alone say too little: few steps with gradients that add up leave them close.
 FIRST = {False: 1e-5, True: 3e-2}
@@ -83,11 +82,7 @@ def apart(one: float | None, other: float | None) -> float:
 
 def compare(before: Record, after: Record) -> Verdict:
     found = list(_differences(before, after))
-    losses = [
-        apart(one, other)
-        for rank, step in _places(before, after)
-        for one, other in zip(before.losses(rank, step), after.losses(rank, step), strict=False)
-    ]
+    losses = [one.relative or 0.0 for one in found if one.what == "loss"]
     verdict = Verdict(EQUAL, max(before.steps, after.steps), _table(before, after), loss_apart=max(losses, default=0.0))
     if not found:
         return verdict
@@ -107,19 +102,12 @@ def compare(before: Record, after: Record) -> Verdict:
 
 
 def require_a_move(verdict: Verdict, before: Record, after: Record) -> None:
-    """Say which program lacks FSDP, and take the verdict back where AFTER has FSDP1's, or neither has any. DDP may take
-    the place of units with NO_SHARD."""
+    """Say which program lacks FSDP, and mark a verdict that shows no move. DDP may take the place of NO_SHARD."""
     old, new = before.facts(), after.facts()
     verdict.lacks += ["BEFORE has no unit of FSDP1"] * (not old["fsdp1"])
     verdict.lacks += ["AFTER has no group of FSDP2" + ", but units of FSDP1" * new["fsdp1"]] * (not new["fsdp2"])
     if not new["fsdp2"] and (new["fsdp1"] or not old["fsdp1"]):
-        verdict.verdict += NO_MOVE
-
-
-def _places(before: Record, after: Record) -> Iterator[tuple[int, int]]:
-    for step in range(1, min(before.steps, after.steps) + 1):
-        for rank in range(min(len(before.ranks), len(after.ranks))):
-            yield rank, step
+        verdict.verdict += ", and no move to FSDP2"
 
 
 def _differences(before: Record, after: Record) -> Iterator[Difference]:
@@ -156,13 +144,8 @@ def _of_tensors(before: Record, after: Record, step: int, when: str, what: str) 
     ours, theirs = before.whole(step, when), after.whole(step, when)
     size = max(total(ours.values()).norm, total(theirs.values()).norm) or 1.0
     for name in sorted(ours.keys() ^ theirs.keys()):
-        yield Difference(
-            step,
-            what,
-            name,
-            before=("there" if name in ours else "none"),
-            after=("there" if name in theirs else "none"),
-        )
+        old, new = ("there" if name in held else "none" for held in (ours, theirs))
+        yield Difference(step, what, name, before=old, after=new)
     found = [
         Difference(step, what, name, relative=ours[name].distance(theirs[name]) / size)
         for name in ours.keys() & theirs.keys()
@@ -299,9 +282,7 @@ def _times(before: Record, after: Record, first: Difference) -> Cause | None:
 
 
 CAUSES: list[Rule] = [_clipping, _low_loss, _shared_input, _accumulation, _fast_path]
-FAULTS: list[Rule] = [
-    *(_seeds, _other_samples, _times, _kept_gathered, _never_together, _one_moment, _fast_path, _left, _low_loss)
-]
+FAULTS = [_seeds, _other_samples, _times, _kept_gathered, _never_together, _one_moment, _fast_path, _left, _low_loss]
 
 
 def _table(before: Record, after: Record) -> list[dict[str, Any]]:

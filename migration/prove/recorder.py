@@ -64,8 +64,7 @@ class Recorder:
         self.folder, self.steps, self.cuts, self.batch_times = folder, steps, cuts or {}, batch_times
         self.step = 1
         self._in_backward = self._in_step = self._calls = 0
-        self._computed = False  # a backward has come since the last step
-        self._makes_state = False  # this step is none of the training's
+        self._computed = self._makes_state = False  # a backward since the last step; a step that isn't the training's
         self._wants_data = False
         self._called: list[nn.Module] = []  # in this step by the program itself, to train them
         self._roots: list[nn.Module] = []

@@ -27,7 +27,7 @@ def _why(symbol: str, node: cst.CSTNode, module: Module, scene: Scene) -> str:
     if row.code == "FC04" and symbol == CLASS:
         return how_it_travels(node, module)
     if row.status == "exact" or not row.note:
-        return f"not moved, since nothing is known of where it goes; it would be {row.becomes}"
+        return f"the rewriter has no plain lines for it; by hand: {row.becomes}"
     return row.note
 
 

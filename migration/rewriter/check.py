@@ -136,15 +136,12 @@ def everything(paths: Sequence[str], *, texts: bool = True) -> Everything:
 
 
 def _kept(reasons: list[Undecided]) -> str:
-    """The first of what isn't plain in a program, for who wants to make it plain."""
-    first = reasons[0]
-    source, span = first.module.source, first.module.span(first.node)
-    found = make(str(source.path), source.place(span[0]), first.code, "", BLOCKS, first.why)
-    also = [
+    """All that isn't plain in a program, for who wants to make it plain."""
+    places = [
         make(str(r.module.path), r.module.source.place(r.module.span(r.node)[0]), r.code, "", BLOCKS) for r in reasons
     ]
-    more = "".join(f"; {place}" for place in dict.fromkeys(f"{one.place} {one.code}" for one in also[1:]))
-    return f"FSDP1's interface is kept, on FSDP2, since not all is plain: {found.place} {first.code} {first.why}{more}"
+    why = dict.fromkeys(f"{one.place} {one.code} {r.why}" for one, r in zip(places, reasons, strict=True))
+    return f"FSDP1's interface is kept, on FSDP2, since not all is plain: {'; '.join(why)}"
 
 
 def _names_fsdp1(path: Path) -> bool:

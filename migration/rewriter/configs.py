@@ -30,6 +30,7 @@ RESHARD = {"FULL_SHARD": True, "1": True, "SHARD_GRAD_OP": False, "2": False}
 OTHER = dict.fromkeys(("HYBRID_SHARD", "4", "HYBRID_SHARD_ZERO2", "5"), "FY09") | dict.fromkeys(
     ("NO_SHARD", "3"), "FY10"
 )
+LOW = re.compile(r"\A(?:.*\n)*?([^#\n]*)mixed_precision\W+(bf16|fp16)\b")
 MOVABLE = {"accelerate": "FY01", "transformers": "FY08"}  # and the row about the version
 BY_HAND = "It isn't written with one key a line, so it is left: move its keys by hand."
 COMPOSER = (
@@ -59,7 +60,6 @@ class Config:
     version: int = 1
     head: Place | None = None
     path: tuple[str, ...] = ()  # of keys, to the mapping of FSDP's
-    low: Place | None = None  # mixed precision beside it
 
     @property
     def fsdp2(self) -> bool:
@@ -84,8 +84,8 @@ class Config:
                 found.append(self._found(place, "FY04", MARKED if local else MOVED))
             elif key in SAME:
                 found.append(self._found(place, "FY05"))
-        if self.low is not None:
-            found.append(self._found(self.low, "FY11", KEPT))
+        if self.kind == "accelerate" and (low := LOW.search(self.source.text)):
+            found.append(self._found(Place("mixed_precision", low[2], low[0].count("\n"), len(low[1])), "FY11", KEPT))
         as_lines = any(one.status == MARKED for one in found) or self.moved is not None
         return [self._found(self.head, MOVABLE[self.kind], *(() if as_lines else (MARKED, BY_HAND))), *found]
 
@@ -230,10 +230,7 @@ def _kind(source: Source, data: Mapping[str, Any], path: tuple[str, ...] = ()) -
         if not ours and not told and not any(key in held for key in COMPOSER):
             return None
         kind = "transformers" if told else "accelerate" if ours else "composer"
-        config = _config(source, kind, held, _place(source, data, "fsdp_config"), (*path, "fsdp_config"))
-        if kind == "accelerate" and data.get("mixed_precision") in ("bf16", "fp16"):
-            config.low = _place(source, data, "mixed_precision")
-        return config
+        return _config(source, kind, held, _place(source, data, "fsdp_config"), (*path, "fsdp_config"))
     found = _lightning(source, data, path[-1] if path else "")
     if found is not None:
         return found

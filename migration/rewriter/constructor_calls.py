@@ -10,7 +10,6 @@ import libcst as cst
 from migration.options import CLASS, SECTIONS
 from migration.rewriter import precision
 from migration.rewriter.edits import Undecided
-from migration.rewriter.helpers import HELPERS
 from migration.rewriter.module import Module
 from migration.rewriter.program import Program
 from migration.rewriter.rewriting import FSDP, Rewriting, constant
@@ -139,7 +138,7 @@ class Construction:
         leaf = self.rewriting.known(policy, self.module, "FA05")
         if leaf.symbol in SIZE and not leaf.spread and not set(leaf.args) - {"min_num_params"}:
             plan.least = self._text(leaf.args["min_num_params"]) if leaf.args else "int(1e8)"
-            self.edits.helpers["shard_by_size"] = HELPERS["shard_by_size"]
+            self.edits.helper("shard_by_size", policy, "FA05")
             self.edits.need("torch")
         else:
             plan.condition = condition(self.rewriting, leaf, self.variable)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import libcst as cst
 
 from migration.rewriter.edits import KEPT, Undecided
-from migration.rewriter.helpers import HELPERS
 from migration.rewriter.module import Module
 from migration.rewriter.scene import Scene
 from migration.rewriter.values import assignment, string
@@ -120,7 +119,7 @@ def local_gradients(scene: Scene, module: Module) -> None:
             homes.append(home)
             scene.take("FC26", node, module)
             edits.replace(module.span(node), f"local_shard({module.code(node)})")
-            edits.helpers["local_shard"] = HELPERS["local_shard"]
+            edits.helper("local_shard", node, "FC26")
     for node in module.all(cst.Attribute) if homes else ():  # whether this rank has a part of it
         counted, above = node.value, module.parent(node)
         asked = node.attr.value == "numel" and isinstance(above, cst.Call) and module.code(counted).endswith(".grad")

@@ -130,8 +130,8 @@ class Edits:
         self.needs.setdefault(package, set()).update(names)
 
     def helper(self, name: str, node: cst.CSTNode, code: str) -> None:
-        """Give the file a function. Raises Undecided where it has one of that name."""
-        if name in self.module.scope(self.module.tree).names:
+        """Give the file a function. Raises Undecided where it has another of that name."""
+        if name in self.module.scope(self.module.tree).names and HELPERS[name] not in self.module.text:
             raise Undecided(code, f"{name} is a function of this file already", node, self.module)
         self.helpers[name] = HELPERS[name]
         if "contextlib" in HELPERS[name]:

@@ -45,7 +45,8 @@ def suspected(scene: Scene, modules: list[Module]) -> Iterator[tuple[cst.CSTNode
     def said(words: re.Pattern[str]) -> bool:
         return any(words.search(module.text) for module in modules)
 
-    full = said(FULL) or not said(SHARDED)  # whose state is gathered, as it is unless the program says otherwise
+    # Whose state is gathered, as it is unless the program says otherwise, and not for a model alone.
+    full = any(FULL.search(_beside_models(scene, module)) for module in modules) or not said(SHARDED)
     for module in modules:
         found: dict[str, cst.CSTNode] = {}
 
@@ -72,3 +73,13 @@ def suspected(scene: Scene, modules: list[Module]) -> Iterator[tuple[cst.CSTNode
             if changed.code == "FC27" and changed.module is module and said(ONLY_EVALUATED):
                 found.setdefault(EVALUATED, changed.node)
         yield from ((node, module, why) for why, node in found.items())
+
+
+def _beside_models(scene: Scene, module: Module) -> str:
+    """A file's text without `with` statements in which nothing of an optimizer or of the program's own is called."""
+    text = module.text
+    for block in module.all(cst.With):
+        called = [made.func for made in module.within(block.body, cst.Call)]
+        if not any("optim" in module.code(one) or scene.flow.functions(one) for one in called):
+            text = text.replace(module.code(block), "")
+    return text

@@ -66,7 +66,7 @@ def sort(findings: Iterable[Finding]) -> list[Finding]:
 def text(findings: Sequence[Finding], everything: bool = False) -> str:
     """List the decisions, then a line for each file's imports; with `everything` also what needs no decision."""
     if not findings:
-        return "no use of FSDP1 is left"
+        return "nothing of FSDP1 is left to move"
     shown = [f for f in findings if f.status in (MARKED, BLOCKS)]
     imports = [f for f in findings if f.code in IMPORTS and f not in shown]
     rest = [f for f in findings if f not in shown and f not in imports]
@@ -83,8 +83,7 @@ def text(findings: Sequence[Finding], everything: bool = False) -> str:
     counts = [(sum(f.status == status for f in shown), status) for status in (BLOCKS, MARKED)]
     counts += [(len(imports), "import" + "s" * (len(imports) != 1))]
     others = [(sum(f.status == status for f in rest), status) for status in (MOVED, KEPT, WAITS)]
-    others = [(count, MANY.get(status, status) if count > 1 else status) for count, status in others]
-    counts += others
+    counts += [(count, MANY.get(status, status) if count > 1 else status) for count, status in others]
     if hidden:
         last = max(place for place, (count, _) in enumerate(counts) if count)
         counts[last] = (counts[last][0], counts[last][1] + hidden)

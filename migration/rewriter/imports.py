@@ -220,9 +220,7 @@ def _top(module: Module) -> int:
 
 def _helpers(edits: Edits, text: str) -> str:
     """The functions that are added, behind the imports."""
-    wanted = [
-        made for name, made in edits.helpers.items() if f"def {made.partition('def ')[2].partition('(')[0]}" not in text
-    ]
+    wanted = [made for made in edits.helpers.values() if made not in text]
     if not wanted:
         return text
     source = edits.module.source

@@ -93,6 +93,26 @@ def test_a_grad_scaler_is_made_before_the_process_group_too() -> None:
     assert shim().ShardedGradScaler("cpu", init_scale=8.0).get_scale() == 8.0
 
 
+@pytest.mark.parametrize("method", ["optim_state_dict", "full_optim_state_dict", "sharded_optim_state_dict"])
+def test_each_state_of_an_optimizer_logs_its_code(ranks: Ranks, method: str) -> None:
+    assert f"{method}() is, in FSDP2:" in ranks.run(logged_of, method)[0]
+
+
+def logged_of(method: str) -> str:
+    from fsdp1_interface import explain
+
+    model = build(shim())
+    train(model, optimizer := adam(model))
+    texts: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    explain.log.addHandler(handler)
+    explain._said.clear()
+    getattr(shim().FullyShardedDataParallel, method)(model, optimizer)
+    explain.log.removeHandler(handler)
+    return "".join(texts)
+
+
 def logged(count: int) -> int:
     from fsdp1_interface import explain
 

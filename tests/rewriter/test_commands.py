@@ -112,7 +112,7 @@ def test_nothing_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     path = tmp_path / "plain.py"
     path.write_text("import torch\n\nmodel = torch.nn.Linear(1, 1)\n")
     assert run("check", path) == 0
-    assert capsys.readouterr().out == "no use of FSDP1 is left\n"
+    assert capsys.readouterr().out == "nothing of FSDP1 is left to move\n"
     assert run("check", "--format", "json", path) == 0
     assert json.loads(capsys.readouterr().out) == []
     assert run("rewrite", path) == 0

@@ -59,6 +59,23 @@ def test_a_sharded_state_of_an_optimizer_has_both_moments(
 
 
 @pytest.mark.parametrize(
+    ("body", "named"), [("model.state_dict()", False), ("save()", True), ("FSDP.optim_state_dict(model, o)", True)]
+)
+def test_a_gathered_model_says_nothing_of_the_optimizers_state(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], body: str, named: bool
+) -> None:
+    """Where a program sets the sharded kind once."""
+    path = tmp_path / "train.py"
+    faulty = FAULTY.format(strategy="FULL_SHARD", own=True, before=PASS, between=PASS, saved="optim_state_dict")
+    *lines, save = faulty.splitlines()
+    text = "\n".join([*lines, "FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)", "def save():"])
+    export = f"with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):\n    {body}\n"
+    path.write_text(f"{text}\n    {save}\n{export}")
+    run("check", path)
+    assert ("one tensor for both moments" in capsys.readouterr().err) == named
+
+
+@pytest.mark.parametrize(
     ("kind", "named"), [("SHARDED_STATE_DICT", False), ("FULL_STATE_DICT", True), ("of(args)", True)]
 )
 @pytest.mark.parametrize("where", ["with FSDP.state_dict_type(model, StateDictType.{}):", "def save(kind='{}'):"])

@@ -97,7 +97,7 @@ def test_a_file_that_cannot_be_read_and_names_fsdp1_is_something_left(
     assert "aren't read" in printed.err
     path.write_text(" " * LIMIT + "import torch")
     assert run("check", path) == 0
-    assert "no use of FSDP1 is left\n" in capsys.readouterr().out
+    assert "nothing of FSDP1 is left to move\n" in capsys.readouterr().out
 
 
 def test_control_characters_of_a_file_are_not_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
