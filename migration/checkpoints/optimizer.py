@@ -104,11 +104,7 @@ def _plain_names(
     for key, entries in state.items():
         for kind, entry in entries.items():
             ours = _shape(model[names[key]])
-            if (
-                kind in SHAPED
-                and entry.meta is not None
-                and not (entry.meta.is_floating_point() or entry.meta.is_complex())
-            ):
+            if kind in SHAPED and entry.meta is not None and not _computes(entry):
                 raise Refused(f"{entry.where} is {entry.meta.dtype}, with which no optimizer computes; {SAVE_AGAIN}")
             if kind in SHAPED and _shape(entry) != ours:
                 raise Refused(f"{entry.where} has the shape {_shape(entry)}, and {names[key]} {ours}: {_why(entry)}")
@@ -148,13 +144,11 @@ def may_be_parameters(model: Mapping[str, Entry]) -> list[str]:
     """Names of a model's tensors without those that can't be parameters: integers, and what batch norms count."""
     counted = {name.removesuffix(".num_batches_tracked") for name in model if name.endswith(".num_batches_tracked")}
     buffers = {f"{norm}.{kind}" for norm in counted for kind in ("running_mean", "running_var")}
-    return [
-        name
-        for name, entry in model.items()
-        if name not in buffers
-        and entry.meta is not None
-        and (entry.meta.is_floating_point() or entry.meta.is_complex())
-    ]
+    return [name for name, entry in model.items() if name not in buffers and _computes(entry)]
+
+
+def _computes(entry: Entry) -> bool:
+    return entry.meta is not None and (entry.meta.is_floating_point() or entry.meta.is_complex())
 
 
 def _names_of_numbers(

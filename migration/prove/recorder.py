@@ -31,6 +31,7 @@ from migration.prove.habits import Habits, is_reordered, norms_of, whole_gradien
 from migration.prove.parts import Cuts, Part, buffers, described, dtypes, fsdp_facts, parts, roots, split_otherwise
 
 LOW = (torch.bfloat16, torch.float16)
+PLAIN = (int, float, str, list, tuple)
 
 
 class Enough(SystemExit):
@@ -177,9 +178,8 @@ class Recorder:
         return result
 
     def _iterate(self, theirs: Any, loader: Any) -> Any:
-        return self._recorded(
-            theirs(loader), id(loader.batch_sampler), is_reordered(loader)
-        )  # at once: it draws a seed
+        # At once: it draws a seed.
+        return self._recorded(theirs(loader), id(loader.batch_sampler), is_reordered(loader))
 
     def _schedule(self, theirs: Any, schedule: Any, *arguments: Any, **named: Any) -> Any:
         self.write("schedule", of=id(schedule))
@@ -269,11 +269,7 @@ class Recorder:
             raise Enough(0)
         self._state("gradient", gradient=True)
         groups = [
-            {
-                key: value
-                for key, value in group.items()
-                if isinstance(value, (int, float, str, list, tuple)) and key != "params"
-            }
+            {key: value for key, value in group.items() if isinstance(value, PLAIN) and key != "params"}
             for group in optimizer.param_groups
         ]
         for root in self._roots:

@@ -25,14 +25,9 @@ def over_parameters(scene: Scene, module: Module, node: cst.CSTNode) -> bool:
     for above in module.ancestors(node):
         if isinstance(above, cst.FunctionDef):
             return False
-        loops: list[cst.BaseExpression] = []
-        if isinstance(above, cst.For):
-            loops.append(above.iter)
-        elif isinstance(above, (cst.GeneratorExp, cst.ListComp, cst.SetComp, cst.DictComp)):
-            loops.append(above.for_in.iter)
-        for over in loops:
-            if _lists_parameters(scene, module, over):
-                return True
+        over = above if isinstance(above, cst.For) else getattr(above, "for_in", None)  # which comprehensions have
+        if over is not None and _lists_parameters(scene, module, over.iter):
+            return True
     return False
 
 

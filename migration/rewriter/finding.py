@@ -72,9 +72,8 @@ def text(findings: Sequence[Finding], everything: bool = False) -> str:
     rest = [f for f in findings if f not in shown and f not in imports]
     lines_of: dict[str, list[str]] = {}
     for f in imports:
-        lines_of.setdefault(printable(f.file), []).append(
-            f.place.removeprefix(f"{printable(f.file)}:").rpartition(":")[0]
-        )
+        line = f.place.removeprefix(f"{printable(f.file)}:").rpartition(":")[0]
+        lines_of.setdefault(printable(f.file), []).append(line)
     lines = [f.line_of_text for f in shown]
     lines += [f"{file}: imports of FSDP1 in lines {', '.join(dict.fromkeys(at))}" for file, at in lines_of.items()]
     lines += [f.line_of_text for f in rest if everything]

@@ -164,10 +164,9 @@ def _of_models(scene: Scene, module: Module) -> list[Undecided]:
         if methods.by_name(module, call):
             scene.take("FC03", call, module, KEPT)
         problems += _inner(scene, module, call)
-    for made in [
-        one for node, where in scene.calls if where is module for one in methods.optimizers_before(where, node)
-    ]:
-        scene.take("FC14", made, module, KEPT)
+    for call in (node for node, where in scene.calls if where is module):
+        for made in methods.optimizers_before(module, call):
+            scene.take("FC14", made, module, KEPT)
     for node in module.all(cst.Attribute):
         name = node.attr.value
         if name == PREFIX or (name in METHODS and scene.is_model(node.value, module)):
