@@ -87,7 +87,7 @@ WITHOUT = {
     "FX06": "no torch that has FSDP2 takes the argument",
     **{
         f"FY{n:02}": "a configuration: `tests/rewriter/test_configs.py` has its text before and after"
-        for n in range(1, 11)
+        for n in range(1, 12)
     },
 }
 
