@@ -121,7 +121,7 @@ def _strides(shape: torch.Size) -> list[int]:
 
 
 def fsdp_facts(roots: list[nn.Module]) -> dict[str, bool]:
-    """Whether there are units of FSDP1, groups of FSDP2, and kinds of units in which FSDP1 is wrong itself.
+    """Find out if there are units of FSDP1, groups of FSDP2, and kinds of units in which FSDP1 is wrong itself.
 
     `keeps_gathered`: SHARD_GRAD_OP with `use_orig_params`. `apart`: replicas of shards of one rank, which take it for
     NO_SHARD within that rank. Of these only `use_orig_params` isn't public.
