@@ -49,11 +49,14 @@ class Job:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.over, self.asked = folder, folder / "over", folder / "asked"
-        for name, body in (("srun", SRUN), ("scancel", f"touch {self.over}"), ("scontrol", f"touch {self.asked}")):
+        told = {"scancel": f'echo "$@" > {self.over}', "scontrol": f'echo "$@" > {self.asked}'}
+        for name, body in {"srun": SRUN, **told}.items():
             (folder / name).write_text(f"#!/bin/bash\n{body}\n")
             (folder / name).chmod(0o755)
 
-    def run(self, *flags: str, saves: str = "", ends: bool = False, **variables: Any) -> tuple[int, str, str]:
+    def run(
+        self, *flags: str, saves: str = "", ends: bool = False, terminal: int = subprocess.DEVNULL, **variables: Any
+    ) -> tuple[int, str, str]:
         """Its status and what it prints. `saves`: the checkpoint that it leaves. `ends`: by itself, before its time."""
         given = {"SLURM_JOB_ID": "1", "SLURM_NNODES": "1", "SLURM_NODEID": "0", "OVER": str(self.over), "SAVES": saves}
         for left in (self.over, self.asked):
@@ -63,7 +66,13 @@ class Job:
         environment = {**os.environ, "PATH": f"{self.folder}:{os.environ['PATH']}", **given, **variables}
         script = ["bash", str(FOLDER / "slurm.sbatch"), *flags]
         with subprocess.Popen(
-            script, env=environment, cwd=self.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            script,
+            env=environment,
+            cwd=self.folder,
+            stdin=terminal,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         ) as job:
             assert job.stdout is not None
             first = job.stdout.readline()
@@ -85,14 +94,14 @@ def test_a_job_whose_time_is_over_is_queued_again_if_it_has_got_on(job: Job, tmp
     assert "the time is over; job 1 is in the queue again and goes on from its newest checkpoint" in out
     status, _, err = job.run("--run-dir=a run", saves=new)  # what was there before
     assert (status, job.asked.exists()) == (1, False)
-    assert "no checkpoint is newer than this start of the job, so it isn't queued again" in err
+    assert "no checkpoint in a run is newer than this start of the job, so it isn't queued again" in err
     assert job.run("--run-dir=s3://bucket/run")[0] == 0, "a bucket isn't looked into"
     assert job.run("--run-dir=s3://bucket/run", "--checkpoint-every", "never")[0] == 1
 
 
 @pytest.mark.parametrize(
     ("retries", "restarts", "saves", "queued"),
-    [("0", "0", True, False), ("2", "0", True, True), ("2", "2", True, False), ("2", "0", False, False)],
+    [("", "0", True, False), ("2", "0", True, True), ("2", "2", True, False), ("2", "0", False, False)],
 )
 def test_a_job_that_fails_is_queued_again_as_often_as_asked_for(
     job: Job, tmp_path: Path, retries: str, restarts: str, saves: bool, queued: bool
@@ -102,6 +111,38 @@ def test_a_job_that_fails_is_queued_again_as_often_as_asked_for(
     status, out, err = job.run("--run-dir=run", saves=new, ends=True, **asked)
     assert job.asked.exists() == queued, (out, err)
     assert status == (0 if queued else 1 if retries == "2" and restarts == "0" else 3)
+    assert ("it was queued again 2 times, and RETRIES is 2" in err) == (restarts == "2")
+
+
+def test_who_is_asked_to_end_is_not_queued_again(job: Job, tmp_path: Path) -> None:
+    new = str(tmp_path / "run" / "checkpoints" / "step-00000002")
+    assert job.run("--run-dir=run", saves=new, ends=True, RETRIES="3", STATUS="143")[0] == 143  # scancel --signal=TERM
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"kind": "end", "step": 9, "reason": "SIGTERM", "seconds": 1}\n')
+    assert job.run("--run-dir=run", saves=f"{new}1", ends=True, RETRIES="3", STATUS="1")[0] == 1  # torchrun's
+    assert not job.asked.exists()
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    ours, theirs = os.openpty()  # in the shell of salloc
+    status, out, err = job.run("--run-dir=run", saves=f"{new}0", ends=True, terminal=theirs, RETRIES="3", STATUS="3")
+    for end in (ours, theirs):
+        os.close(end)
+    assert (status, job.asked.exists()) == (3, False), (out, err)
+
+
+def test_of_an_array_one_task_is_asked_to_end_and_queued_again(job: Job, tmp_path: Path) -> None:
+    """The last task has the number of the whole array, which SLURM takes for all of its tasks."""
+    task = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}
+    assert job.run("--run-dir=run", saves=str(tmp_path / "run" / "checkpoints" / "step-00000002"), **task)[0] == 0
+    assert job.over.read_text() == "--signal=TERM 7_1\n"
+    assert job.asked.read_text() == "requeue 7_1\n"
+
+
+def test_another_program_says_where_its_checkpoints_are(job: Job, tmp_path: Path) -> None:
+    new = str(tmp_path / "OUT" / "checkpoints" / "step-00000002")
+    status, _, err = job.run("OUT", saves=new, PROGRAM="mine.py")
+    assert (status, job.asked.exists()) == (1, False)
+    assert "it isn't queued again, since nothing says where its checkpoints are; give RUN=DIR" in err
+    assert job.run("OUT", saves=f"{new}0", PROGRAM="mine.py", RUN="OUT")[0] == 0
+    assert job.asked.exists()
 
 
 def test_where_a_run_began_is_for_its_first_start(job: Job, tmp_path: Path) -> None:

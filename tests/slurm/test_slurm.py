@@ -194,10 +194,10 @@ def test_a_job_whose_time_is_over_is_queued_again_and_goes_on_bit_for_bit(
 def test_a_job_that_is_asked_to_end_saves_and_is_not_queued_again(tmp_path: Path, slurm: dict[str, str]) -> None:
     run, log = tmp_path / "run", tmp_path / "job.log"
     flags = small(run, "--checkpoint-every=100000")
-    job = _submit(slurm, log, 1, *flags, "--epochs=100000")
+    job = _submit({**slurm, "RETRIES": "3"}, log, 1, *flags, "--epochs=100000")
     _until_step(run, 1, log)
     _slurm(["scancel", "--signal=TERM", job], slurm)
-    # torchrun ends with 1 after a SIGTERM, and so does the job.
+    # srun ends with what torchrun ends with after a SIGTERM.
     assert _ended(job, slurm) == ("FAILED", 0)
     (end,) = metrics(run, "end")
     assert end["reason"] == "SIGTERM"
