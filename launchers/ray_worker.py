@@ -77,15 +77,37 @@ def _as_started(job: dict[str, Any]) -> None:
         os.chdir(job["folder"])  # so that relative paths mean here what they meant where the run was started
 
 
+def kept_by_ray() -> int | None:
+    """The number of checkpoints that Ray leaves of those that were reported; None if it deletes none.
+
+    Private: a worker's public context lacks its RunConfig. tests/launchers/test_ray_users.py fails when it moves.
+    """
+    from ray.train.v2._internal.execution.context import get_train_context
+
+    kept: int | None = get_train_context().train_run_context.run_config.checkpoint_config.num_to_keep
+    return kept
+
+
 class Reporter:
     """A listener: one report to Ray for each checkpoint or evaluation, by all ranks after the same step.
 
     A report waits for all ranks and for Ray's controller, so there is none for a step. An evaluation waits for
     the checkpoint that follows it, to be one report with that. What an asynchronous save has committed is not
     known to all ranks after the same step: it goes with the next report.
+
+    Args:
+        filesystem: through which Ray reaches a run at a URL, the second of `ray_train.ray_storage`; None for a folder.
+        background: the run has `--async-checkpoint`.
+
+    Raises ConfigError if Ray is to delete checkpoints, which are the run's own: the newest would go, too.
     """
 
     def __init__(self, run: RunDir, filesystem: Any, *, background: bool) -> None:
+        if (kept := kept_by_ray()) is not None:
+            raise ConfigError(
+                f"CheckpointConfig(num_to_keep={kept}): Ray would delete the run's own checkpoints; leave that out, "
+                f"and give the run's Config keep={kept}"
+            )
         self.run, self.filesystem, self.background = run, filesystem, background
         self.always: dict[str, Any] = {}  # further values of each report
         self._facts: dict[str, Any] = {}

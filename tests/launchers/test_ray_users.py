@@ -31,6 +31,12 @@ def test_a_trainer_of_ones_own_has_torchruns_losses_and_resumes(train: Train, tm
         assert names["result"].metrics["step"] == steps
         assert names["result"].checkpoint.path.endswith(f"step-{steps:08d}")
     assert losses_in(tmp_path / "mine") == expected
+    keeping = text.replace("RunConfig(", "RunConfig(checkpoint_config=CheckpointConfig(num_to_keep=1), ").replace(
+        "import FailureConfig", "import CheckpointConfig, FailureConfig"
+    )
+    with pytest.raises(Exception, match=r"CheckpointConfig\(num_to_keep=1\): Ray would delete the run's own"):
+        exec(keeping.replace("max_failures=2", "max_failures=0"), {"GIVEN": given})
+    assert sorted(one.name for one in (tmp_path / "mine" / "checkpoints").iterdir())[-1] == "step-00000008"
 
 
 def test_trackers_are_one_run_after_a_worker_was_killed(tmp_path: Path) -> None:

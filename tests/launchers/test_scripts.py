@@ -130,7 +130,7 @@ def test_who_is_asked_to_end_is_not_queued_again(job: Job, tmp_path: Path) -> No
 
 def test_of_an_array_one_task_is_asked_to_end_and_queued_again(job: Job, tmp_path: Path) -> None:
     """The last task has the number of the whole array, which SLURM takes for all of its tasks."""
-    task = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}
+    task: dict[str, Any] = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}
     assert job.run("--run-dir=run", saves=str(tmp_path / "run" / "checkpoints" / "step-00000002"), **task)[0] == 0
     assert job.over.read_text() == "--signal=TERM 7_1\n"
     assert job.asked.read_text() == "requeue 7_1\n"
