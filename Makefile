@@ -310,18 +310,18 @@ dev: $(VENV)/.dev  ## what tests and linters need, in .venv: .venv/bin/python -m
 
 MIGRATION = tests/migrate tests/rewriter tests/upstream
 # What reads runs or starts them, and is itself read by no training; and bad files in their hundreds. Of the planner, which
-# executes the training, its memory and saves stay; of URLs whole runs and who holds one, without servers that fail.
+# executes the training, memory and saves stay; of URLs, whole runs and leases, without failing servers.
 PLANNER = $(patsubst %,tests/plan/test_%.py,calibration command page published search second_opinion time)
 SERVERS = tests/remote/test_failures.py tests/remote/test_files.py
 APART = $(MIGRATION) $(PLANNER) $(SERVERS) tests/commands tests/comparing tests/doctor tests/fuzz tests/memory \
   tests/slurm tests/test_gpu_lane.py tests/tune
 TOOLS = tests/plan tests/tune tests/comparing tests/doctor tests/memory tests/commands tests/launchers
 
-test: $(VENV)/.dev  ## what a change of training can break, with the newest torch (18 min)
+test: $(VENV)/.dev  ## what a change of training can break, with the newest torch (a quarter of an hour)
 	$(TOX) newest -- $(addprefix --ignore=,$(APART)) -m "not slow and not ray and not thorough" $(ARGS)
 
 .PHONY: test-ci test-all test-book test-migration test-tools
-test-ci: $(VENV)/.dev  ## what .ci/run looks at: all suites, at least one case of each test
+test-ci: $(VENV)/.dev  ## what .ci/run looks at: all suites, a case of each test but those of NIGHT in tests/thorough.py
 	$(TOX) newest -- -m "not slow and not ray and not nightly" $(ARGS)
 
 test-all: $(VENV)/.dev  ## all tests: further cases (tests/thorough.py), moving from FSDP1, the other tools (26 to 41 min)

@@ -104,7 +104,7 @@ class Config:
     eval_every: int | None = option(None, "also evaluate after each N optimizer steps of an epoch", or_off(whole(1)))
     batch_size: int = option(None, "samples per rank and microbatch" + unset("batch_size") + " of language", whole(1))
     global_batch_size: int | None = option(
-        None, "samples a step, --batch-size a microbatch at most; unset = that x ranks x accumulation", whole(1)
+        None, "samples a step, at most --batch-size a microbatch; unset = that x ranks x accumulation", whole(1)
     )
     test_batch_size: int = option(None, "samples per forward in evaluation; unset = 1000, or of text a batch", whole(1))
     loader_workers: int = option(0, "processes per rank that prepare batches; 0 = the training's own", whole(0, 256))
@@ -143,7 +143,7 @@ class Config:
         or_off(number(0, 1e30, open_minimum=True)),
         bare=1.0,
     )
-    grad_accumulation: int = option(1, "microbatches per optimizer step", whole(1, 2**16))
+    grad_accumulation: int = option(1, "microbatches per step; with --global-batch-size at least", whole(1, 2**16))
     grad_accumulation_sync: str = option(
         "every",
         "reduce-scatter gradients with every microbatch, or once with the last; replica = HSDP: every, but all-reduce "
@@ -364,7 +364,7 @@ class Config:
         return self.global_batch_size or self.batch_size * self.grad_accumulation * (world_size // self.tp // self.sp)
 
     def accumulation(self, world_size: int) -> int:
-        """Microbatches of a rank in one optimizer step; of a global batch as many as keep each to `batch_size`."""
+        """Microbatches of a rank in a step: `grad_accumulation`, or as many as keep each within `batch_size`."""
         samples = self.batch_size * (world_size // self.tp // self.sp)
         return max(self.grad_accumulation, -(-(self.global_batch_size or 0) // samples))
 

@@ -78,6 +78,12 @@ def test_those_that_cannot_be_read_are_counted_and_left_out(file: Path, capsys: 
         f"; {file}, line 21: its message 1 (user) has no content",
         "--bad-samples drop",
     )
+    alone = file.with_name("alone.jsonl")
+    alone.write_text("".join([*good[10:16], *(json.dumps(one) + "\n" for one in odd[:2])]))
+    with pytest.raises(
+        UnusableText, match=r"of 8 conversations 2 that can't be read \(.*, lines 7, 8\); .*--bad-samples"
+    ):
+        load(alone)
     found = load(file, drop=True)
     rows = list(range(len(wanted.train)))
     assert len(found.train) == len(rows)

@@ -61,7 +61,7 @@ def get(
 
 @cache
 def made_once(name: str, trust_remote_code: bool) -> ModelSpec:
-    """The specification that flags change: a stranger's model is tried once, and never where tensors are fake."""
+    """The specification that flags change. A stranger's model is tried once: before any tensor is fake, by a Config."""
     library, colon, rest = name.partition(":")
     if not colon:
         spec: ModelSpec = importlib.import_module(f"fsdp2.models.{name}").SPEC

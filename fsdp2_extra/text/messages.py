@@ -42,8 +42,10 @@ def conversation(row: Row, form: str, fields: Fields) -> tuple[list[Any], list[A
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise UnusableText(f"{where} has no role{_named(message)}")
         role = message["role"]
-        if (ours := CALLED.get(role.strip().lower(), role)) != role and ours in OF_ROLE:
-            raise UnusableText(f"{where} has the role {role}, which is {ours} here; add --chat-fields {ours}={role}")
+        ours = CALLED.get(role.strip().lower(), role)
+        flag = "system-role" if ours == "system" else ours
+        if ours != role and flag in OF_ROLE:
+            raise UnusableText(f"{where} has the role {role}, which is {ours} here; add --chat-fields {flag}={role}")
         _require_usual(message, LEARNED, where)
         # Tables have each column in each row. Transformers leaves these out too.
         message = {key: value for key, value in message.items() if value is not None}

@@ -304,9 +304,8 @@ def why_left_out(left_out: Mapping[str, int], seq_len: int) -> str:
 def _refusal(name: str, meta: dict[str, Any], seq_len: int, left_out: Mapping[str, int]) -> str:
     """One line about conversations that can't be learned, with up to `NAMED` places."""
     drop = "mend them, or add --bad-samples drop, which leaves them out and counts them"
-    if left_out == {REFUSED: meta["refused"]}:
-        others = f"; {meta['refused'] - 1:,} others can't be read either" if meta["refused"] > 1 else ""
-        return f"{printable(meta['refusal'])}{others}; {drop}"
+    if left_out == {REFUSED: 1}:
+        return f"{printable(meta['refusal'])}; {drop}"
     long = [place for length, place in meta["longest"] if length > seq_len] if TOO_LONG in left_out else []
     where = list(dict.fromkeys([*meta["unlearned"], *meta["unread"], *long]))[:NAMED]
     count = sum(meta["documents"].values()) + meta["refused"]

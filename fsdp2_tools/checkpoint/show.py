@@ -62,12 +62,12 @@ def list_checkpoints(run: str, *, quick: bool) -> int:
     if not names:
         raise Refused(f"{run}: holds no checkpoints; give the folder of a run")
     title = "verified (sizes alone)" if quick else "verified"
-    losses = evaluated(files_at(run))
+    losses = {} if quick else evaluated(files_at(run))
     rows = [["checkpoint", "step", "eval loss", "when", "size", "ranks", "committed", title]]
     for name in sorted(names, key=lambda name: (name.startswith("superseded"), name)):
         files = place.at(name)
         step = int(name.rsplit("-", 1)[-1])
-        loss = f"{losses[step]:.4f}" if step in losses and not name.startswith("superseded") else ""
+        loss = f"{losses[step]:.5g}" if step in losses and not name.startswith("superseded") else ""
         sizes = [size_of(files, file) or 0 for file in files.list("")]
         when = _when(files.root.lstat().st_mtime if isinstance(files, LocalFiles) else None)  # a URL has no such time
         entries = {"size": size_in_words(sum(sizes)), "ranks": "", "when": when, "verified": ""}

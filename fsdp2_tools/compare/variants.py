@@ -59,11 +59,11 @@ def _row(strategy: str, variant: str, training: Mapping[str, Any], ranks: int, p
     values = {**training, **VARIANTS[variant], "strategy": strategy}
     # Ranks that have the same samples have as many as they would have apart: the same global batch.
     sharing = VARIANTS[variant].get("tp", 1) * VARIANTS[variant].get("sp", 1)
-    if sharing > 1 and plain.global_batch_size is None:
+    if sharing > 1:
         values["batch_size"] = plain.batch_size * sharing
     if strategy == "none":
         # One process that computes the ranks' parts one after the other: the same global batch.
-        values["grad_accumulation"] = plain.grad_accumulation * ranks
+        values["grad_accumulation"] = min(plain.accumulation(ranks) * ranks, plain.global_batch_size or 2**16)
         ranks = 1
     try:
         return Row(name, ranks, Config(**values))

@@ -50,9 +50,12 @@ def changes(config: Config) -> Iterator[Change]:
         yield "--activation-checkpointing block", {"activation_checkpointing": "block"}
     batch, parts = config.batch_size, config.grad_accumulation
     for factor in dict.fromkeys((2, 8, batch)):
-        if batch % factor or factor == 1 or config.global_batch_size is not None:
+        if batch % factor or factor == 1:
             continue
         fewer, more = batch // factor, parts * factor
+        if config.global_batch_size is not None:  # which is cut into more microbatches then
+            yield f"--batch-size {fewer}", {"batch_size": fewer}
+            continue
         flags = f"--batch-size {fewer} --grad-accumulation {more}"
         yield flags, {"batch_size": fewer, "grad_accumulation": more}
     if config.replicas > 1:

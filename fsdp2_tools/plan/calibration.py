@@ -48,7 +48,7 @@ class Trial:
 
     def planned(self, speed: Speed) -> float:
         """Milliseconds of a step at these rates."""
-        return 1e3 * whole_step(self.config, self.runs, speed).seconds
+        return 1e3 * whole_step(self.config, self.ranks, self.runs, speed).seconds
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,6 @@ def plan(
     """
     check_world(config, World(0, ranks, 0, ranks))
     check_model(config)
-    config = dataclasses.replace(config, grad_accumulation=config.accumulation(ranks))
     on_gpu = gpu is not None and not gpu.on_cpu
     if on_gpu and config.fused_optimizer is None and not config.cpu_offload:
         config = dataclasses.replace(config, fused_optimizer=config.optimizer in FUSED)  # what a GPU would take

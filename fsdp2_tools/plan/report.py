@@ -37,7 +37,8 @@ def heading(plan: Plan, gpu: Gpu | None) -> list[str]:
     config = plan.config
     model = config.spec.on_meta(config.model_size)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    what = f"batch {config.batch_size} a rank" + (f" × {config.grad_accumulation}" * (config.grad_accumulation > 1))
+    parts, most = config.accumulation(plan.ranks), "up to " * (config.global_batch_size is not None)
+    what = f"batch {most}{config.batch_size} a rank" + (f" × {parts}" * (parts > 1))
     if config.spec.kind == "language":
         what += f", {config.seq_len:,} tokens each"
     found = [f"{config.model} {config.model_size}, {parameters:,} parameters; {config.strategy}; {what}"]

@@ -49,7 +49,8 @@ class StepTime:
 
 def step_time(config: Config, ranks: int, runs: Runs, speed: Speed) -> StepTime:
     """The time of one optimizer step of the rank that was executed."""
-    usual, fast, slow = (whole_step(config, runs, speed.scaled(f)) for f in (1.0, 1 + speed.spread, 1 - speed.spread))
+    spreads = (1.0, 1 + speed.spread, 1 - speed.spread)
+    usual, fast, slow = (whole_step(config, ranks, runs, speed.scaled(f)) for f in spreads)
     samples = config.global_batch(ranks)
     dtype = {"bf16": "bf16", "fp16": "fp16"}.get(config.mixed_precision or "", "fp32")
     flops = 3 * _forward_flops(config, ranks, runs)
@@ -67,10 +68,10 @@ def step_time(config: Config, ranks: int, runs: Runs, speed: Speed) -> StepTime:
     )
 
 
-def whole_step(config: Config, runs: Runs, speed: Speed) -> Replay:
+def whole_step(config: Config, ranks: int, runs: Runs, speed: Speed) -> Replay:
     """Forward and backward replayed with all blocks and microbatches, and the optimizer after them."""
     whole = replayed(runs, speed, config, 0)
-    more = config.grad_accumulation - MICROBATCHES
+    more = config.accumulation(ranks) - MICROBATCHES
     if more > 0:
         # The second of three is repeated: a fourth tells what each of them adds.
         whole = _added(whole, replayed(runs, speed, config, 1), more)
@@ -169,7 +170,7 @@ def _forward_flops(config: Config, ranks: int, runs: Runs) -> int:
         for work in done.last_step((FORWARD,)):
             counts[work.phase] += work.full
         each = list(counts.values())
-        more = config.grad_accumulation - len(each)
+        more = config.accumulation(ranks) - len(each)
         return sum(each) + (more * each[1] if more > 0 and len(each) > 1 else 0)
 
     return runs.whole(of)

@@ -16,7 +16,7 @@ from fsdp2.checkpoint.sources.opening import opened, require_undamaged
 from fsdp2.checkpoint.sources.pt_file import open_pt, write_pt
 from fsdp2.checkpoint.sources.source import dotted
 from fsdp2_tools.checkpoint.export import new_path, whole_or_absent
-from migration.checkpoints.detect import is_ours
+from migration.checkpoints.detect import is_fsdp1s
 from migration.checkpoints.origin import Choice, opened_origin
 from migration.checkpoints.prove import Proof, compare
 from migration.checkpoints.tree import Entry, Tree, below, parts, tree_of
@@ -73,7 +73,7 @@ def back(place: str, out: str, choice: Choice) -> tuple[list[str], Proof]:
 @contextmanager
 def _tree(place: str, choice: Choice) -> Iterator[tuple[Tree, list[str]]]:
     """A checkpoint's entries, and lines on what of FSDP1's isn't among them."""
-    if Path(place).exists() and not is_ours(Path(place)):
+    if is_fsdp1s(place):
         with opened_origin(Path(place), choice) as origin:
             yield origin.entries, origin.left
         return

@@ -18,7 +18,7 @@ from fsdp2.units import printable
 from migration.checkpoints.back import back
 from migration.checkpoints.code import Code, optimizer_class
 from migration.checkpoints.convert import Converted, convert
-from migration.checkpoints.detect import is_ours
+from migration.checkpoints.detect import is_fsdp1s
 from migration.checkpoints.flat import Recover
 from migration.checkpoints.origin import Choice
 from migration.checkpoints.prove import Differs
@@ -51,9 +51,9 @@ def _run(given: argparse.Namespace) -> None:
             checked(flag, value, location)
     if given.no_optimizer and (given.optimizer or given.optimizer_names):
         raise ConfigError("--no-optimizer with --optimizer or --optimizer-names: drop one of them")
-    for flag in (*OF_THE_CODE, *OF_FSDP1 * is_ours(Path(given.source))) if given.to == "fsdp1-full" else ():
+    for flag in (*OF_THE_CODE, *OF_FSDP1 * (not is_fsdp1s(given.source))) if given.to == "fsdp1-full" else ():
         if getattr(given, flag):
-            raise ConfigError(f"--{flag.replace('_', '-')} with --to fsdp1-full: is about FSDP1's files; drop it")
+            raise ConfigError(f"--{flag.replace('_', '-')} with --to fsdp1-full: has no effect there; drop it")
     code = _code(given)
     steps = 0 if given.prove is None else int(checked("--prove", given.prove, whole(1, 10_000)))
     choice = Choice(

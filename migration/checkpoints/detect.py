@@ -100,6 +100,11 @@ def is_ours(place: Path) -> bool:
     return (place / MARKER).exists() or any((place / "checkpoints").glob(f"*/{MARKER}"))
 
 
+def is_fsdp1s(place: str) -> bool:
+    """Return whether a place is there, as a file or folder, and isn't a checkpoint of this project."""
+    return Path(place).exists() and not is_ours(Path(place))
+
+
 def look(place: Path, stack: ExitStack) -> Found:
     """Open what is at a path. Raises Refused for what isn't a checkpoint, OSError or DamagedCheckpoint."""
     if not place.exists():

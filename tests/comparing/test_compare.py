@@ -130,10 +130,18 @@ def test_the_image_holds_any_number_of_rows(tmp_path: Path) -> None:
 
 def test_meshes_have_the_same_global_batch() -> None:
     llama = {"model": "llama", "model_size": "debug", "dataset": "random-tokens", "seq_len": 16}
-    for more in ({"batch_size": 8}, {"batch_size": 2, "grad_accumulation": 4}, {"global_batch_size": 32}):
+    for more in (
+        {"batch_size": 8},
+        {"batch_size": 2, "grad_accumulation": 4},
+        {"batch_size": 8, "global_batch_size": 32},
+    ):
         table = rows(["fsdp2", "ddp"], ["default", "hsdp", "tp", "sp"], {**llama, **more}, 4)
         assert [row.name for row in table if row.refused] == ["ddp hsdp", "ddp tp", "ddp sp"]
         assert {row.config.global_batch(4) for row in table if row.config} == {32}
+        assert len({row.config.accumulation(4) for row in table if row.config}) == 1
+    (alone,) = rows(["none"], ["default"], {"batch_size": 8, "global_batch_size": 24}, 2)
+    assert alone.config is not None
+    assert alone.config.accumulation(1) == 4  # microbatches of six, as two ranks have two each
 
 
 def test_rows_are_each_strategy_with_each_variant() -> None:

@@ -120,7 +120,9 @@ def test_who_is_asked_to_end_is_not_queued_again(job: Job, tmp_path: Path) -> No
     (tmp_path / "run" / "metrics.jsonl").write_text('{"kind": "end", "step": 9, "reason": "SIGTERM", "seconds": 1}\n')
     assert job.run("--run-dir=run", saves=f"{new}1", ends=True, RETRIES="3", STATUS="1")[0] == 1  # torchrun's
     assert not job.asked.exists()
-    (tmp_path / "run" / "metrics.jsonl").unlink()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"kind": "train", "step": 9}\n')  # srun kills others by SIGTERM
+    assert job.run("--run-dir=run", saves=f"{new}2", ends=True, RETRIES="3", STATUS="143")[0] == 0
+    job.asked.unlink()
     ours, theirs = os.openpty()  # in the shell of salloc
     status, out, err = job.run("--run-dir=run", saves=f"{new}0", ends=True, terminal=theirs, RETRIES="3", STATUS="3")
     for end in (ours, theirs):
@@ -141,8 +143,9 @@ def test_another_program_says_where_its_checkpoints_are(job: Job, tmp_path: Path
     status, _, err = job.run("OUT", saves=new, PROGRAM="mine.py")
     assert (status, job.asked.exists()) == (1, False)
     assert "it isn't queued again, since nothing says where its checkpoints are; give RUN=DIR" in err
-    assert job.run("OUT", saves=f"{new}0", PROGRAM="mine.py", RUN="OUT")[0] == 0
+    assert job.run("OUT", saves=f"{new}0", PROGRAM="mine.py", RUN="%a", SLURM_ARRAY_TASK_ID="OUT")[0] == 0
     assert job.asked.exists()
+    assert job.run("--model=vit", RUN="OUT")[0] == 2, "fsdp2.train has its --run-dir"
 
 
 def test_where_a_run_began_is_for_its_first_start(job: Job, tmp_path: Path) -> None:

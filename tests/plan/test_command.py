@@ -61,6 +61,11 @@ def test_advice_is_drawn_from_plans(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out)["plans"][0]["bytes"] == content["advice"]["plan"]["bytes"]
 
 
+def test_fewer_samples_in_a_microbatch_leave_a_global_batch_as_it_is() -> None:
+    flags = [flag for flag, _ in advice.changes(parse(["--batch-size=8", "--global-batch-size=32"]))]
+    assert [flag for flag in flags if "batch-size" in flag] == ["--batch-size 4", "--batch-size 1"]
+
+
 def test_what_a_plan_that_fits_could_do_without(capsys: pytest.CaptureFixture[str]) -> None:
     """A budget that holds the plan without recomputation, and the same plan by a byte."""
     sparing = [*LLAMA, "--ranks=2", "--activation-checkpointing=block", "--json"]

@@ -85,6 +85,7 @@ def test_accumulation_exchanges_gradients_as_often_as_the_flag_says() -> None:
     three, five, nine = (_time(f"--grad-accumulation={count}").milliseconds for count in (3, 5, 9))
     assert nine - five == pytest.approx(2 * (five - three))
     assert _groups(_time("--grad-accumulation=9"), "reduce-scatter", "backward")["block"].count == 18
+    assert _time("--batch-size=1 --global-batch-size=72") == _time("--batch-size=1 --grad-accumulation=9")
 
 
 def test_replicas_exchange_less_over_the_network() -> None:

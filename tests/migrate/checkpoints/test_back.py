@@ -94,6 +94,8 @@ def test_what_cannot_go_back_is_refused(orig: Saved, cli: Cli, tmp_path: Path) -
     line = cli(tmp_path / "out", out, "--to", "fsdp1-full", "--no-optimizer")[1]
     assert "--no-optimizer with --to fsdp1-full" in line
     assert "--wrap with --to" in cli(orig.folder / "full.pt", out, "--to", "fsdp1-full", "--wrap", "Block")[1]
+    given = ("--to", "fsdp1-full", "--optimizer", tmp_path / "optim.pt")
+    assert "--optimizer with --to fsdp1-full: has no effect there" in cli("memory://a/b", out, *given)[1]
     shard = tmp_path / "out" / "__0_0.distcp"
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
