@@ -382,3 +382,11 @@ class AllGathers(TorchDispatchMode):
         if "allgather_base" in str(func):
             self._note(args[0].nbytes)
         return func(*args, **(kwargs or {}))
+
+
+def forget_models() -> None:
+    """Let models be made again: their folders have changed."""
+    from fsdp2 import models
+
+    models.get.cache_clear()
+    models.made_once.cache_clear()

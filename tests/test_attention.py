@@ -24,7 +24,7 @@ from fsdp2.options.errors import ConfigError
 from fsdp2.options.strategies import check_device
 from fsdp2.parallel.activation_checkpointing import EXPENSIVE, checkpoint_activations
 from fsdp2.report import header
-from tests.harness import Ranks, losses, main_in_ranks, of_kind
+from tests.harness import Ranks, forget_models, losses, main_in_ranks, of_kind
 
 TEXT = ["--model=llama", "--dataset=text:x.txt"]
 
@@ -309,7 +309,7 @@ def test_what_can_not_attend_so_is_refused(flags: list[str], device: str, messag
 
 def test_models_of_transformers_follow_a_kernel_if_they_use_torchs_attention(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    from tests.others.common import forget_models, save
+    from tests.others.common import save
 
     flags = [f"--model={save('llama', tmp_path)}", "--attention=math"]
     check_device(parse(flags), "cpu")

@@ -23,7 +23,7 @@ from fsdp2.run.preflight import preflight
 from fsdp2.run.process.runtime import World
 from fsdp2_tools.checkpoint.hf_folder import dtype_of
 from tests.commands.common import Cli
-from tests.harness import same
+from tests.harness import forget_models, same
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 
@@ -194,7 +194,7 @@ def test_what_a_forward_returns_is_no_matter_of_a_folder(weights: Path, tmp_path
     assert _config(tmp_path / "out").items() >= says.items()
     for content in ("[1, 2]", "null", "{", "[" * 10**5):
         (model / "generation_config.json").write_text(content)
-        models.get.cache_clear()
+        forget_models()
         code, _, line = cli("export", weights, tmp_path / "again", "--format=hf")
         assert (code, line.count("\n")) == (2, 1)
         assert line.endswith("generation_config.json: is no table of settings; mend it, or remove it\n")

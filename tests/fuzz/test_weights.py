@@ -16,7 +16,6 @@ from safetensors.torch import load as load_bytes
 from safetensors.torch import save as save_bytes
 from torch import Tensor
 
-from fsdp2 import models
 from fsdp2.checkpoint.refusal import Refused, refusal
 from fsdp2.checkpoint.sources.safetensors_files import INDEX
 from fsdp2.checkpoint.weights import load_weights
@@ -27,6 +26,7 @@ from fsdp2.run.preflight import preflight
 from fsdp2.run.process.runtime import World
 from tests.fuzz.common import one_line, refused, trials
 from tests.fuzz.damage import changed, damaged
+from tests.harness import forget_models
 
 State = dict[str, Tensor]
 
@@ -135,7 +135,7 @@ def model(tmp_path_factory: pytest.TempPathFactory, _group: None) -> Iterator[Pa
     whole = json.loads((place / "config.json").read_text())
     (place / "whole.json").write_text(json.dumps({key: value for key, value in whole.items() if key in KEYS}))
     yield place
-    models.get.cache_clear()
+    forget_models()
     del os.environ["HF_HUB_OFFLINE"]
     if before is not None:
         os.environ["HF_HUB_OFFLINE"] = before
@@ -159,7 +159,7 @@ def test_a_configuration(model: Path, tmp_path_factory: pytest.TempPathFactory, 
     if _is_endless(content):
         return
     (model / "config.json").write_bytes(content)
-    models.get.cache_clear()
+    forget_models()
     run = tmp_path_factory.getbasetemp() / "never"
     line = [f"--model=hf:{model}", "--dataset=random-tokens", f"--run-dir={run}", "--seq-len=16", "--device=cpu"]
     job = refused(lambda: preflight(parse(line), World(0, 1, 0, 1)), ConfigError)

@@ -16,7 +16,6 @@ from typing import Any
 import numpy
 import pytest
 
-from fsdp2 import models
 from fsdp2.config import parse
 from fsdp2.data.errors import UnusableText
 from fsdp2.options.errors import ConfigError
@@ -31,6 +30,7 @@ from fsdp2_extra.text.text import encoder_of
 from fsdp2_extra.text.tokenizer_file import open_tokenizer
 from fsdp2_tools.data.__main__ import cli
 from fsdp2_tools.plan.__main__ import main as plan
+from tests.harness import forget_models
 from tests.hostile.common import one_line
 from tests.others.common import save
 from tests.others.tiny import tiny
@@ -47,7 +47,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounds, "MEMORY", SMALL)
     monkeypatch.setattr(bounds, "ANSWER", 4 << 20)
     monkeypatch.setattr(hf, "MEMORY", SMALL)
-    models.get.cache_clear()
+    forget_models()
 
 
 # --- the door --------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import pytest
 
 from fsdp2 import models
 from fsdp2_extra.foreign.code import ForeignCode, installed_code_only
+from tests.harness import forget_models
 from tests.others.common import save
 
 CODE = "from pathlib import Path\nPath({mark!r}).touch()\n"
@@ -32,7 +33,7 @@ def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for module in ("transformers.utils.hub", "transformers.dynamic_module_utils"):
         monkeypatch.setattr(f"{module}.HF_MODULES_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(sys, "path", list(sys.path))
-    models.get.cache_clear()
+    forget_models()
     return tmp_path / "ran"
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from fsdp2 import data, models, train
+from fsdp2 import data, train
 from fsdp2.checkpoint.state import RandomState
 from fsdp2.config import parse
 from fsdp2.data.loader import Batches
@@ -250,9 +250,3 @@ def plain_losses(
         if len(losses) == steps:
             break
     return losses
-
-
-def forget_models() -> None:
-    """Let models be made again: their folders have changed."""
-    models.get.cache_clear()
-    models.made_once.cache_clear()

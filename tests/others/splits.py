@@ -27,11 +27,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import models, train
+from fsdp2 import train
 from fsdp2.config import parse
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.process import runtime
-from tests.harness import Ranks, same
+from tests.harness import Ranks, forget_models, same
 from tests.others.common import flags
 from tests.others.page import text, versions
 from tests.others.sections import PAGE, put
@@ -127,7 +127,7 @@ def outcome(name: str, ranks: Ranks, folder: Path) -> dict[str, str]:
     """By mesh, how far the farthest gradient of an architecture is with `--tp 2`, or `refused` and why."""
     model, plain = of_transformers(Row(name, "causal"), folder)
     moved(plain).save_pretrained(folder / "model")
-    models.get.cache_clear()
+    forget_models()
     line = flags(model, folder / "run", "--dataset=random-tokens", "--tp=2")
     try:
         parse(line)

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp2 import models
 from fsdp2.config import parse
 from fsdp2.options.errors import ConfigError
 from fsdp2.run import first_forward
 from fsdp2.train import main
 from fsdp2_extra.models.causal import same
-from tests.harness import losses
+from tests.harness import forget_models, losses
 from tests.others.common import MODELS, WORDS, flags
 
 SMALL = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -29,7 +28,7 @@ OPT |= {"max_position_embeddings": 64, "dropout": 0.0}
 @pytest.fixture(autouse=True)
 def _fresh() -> None:
     pytest.importorskip("transformers")
-    models.get.cache_clear()
+    forget_models()
 
 
 def trained(folder: Path, config: dict[str, Any], *more: str) -> list[float]:
@@ -62,7 +61,7 @@ def test_an_encoder_is_refused_with_what_to_set_however_deep_it_is(tmp_path: Pat
     with pytest.raises(ConfigError, match="sees the tokens that it is to predict unless is_decoder is true; set it"):
         trained(tmp_path / "model", {**config, "architectures": ["RobertaForCausalLM"]}, *WORDS)
     config |= {"is_decoder": True, "architectures": ["RobertaForCausalLM"]}
-    models.get.cache_clear()
+    forget_models()
     assert len(trained(tmp_path / "other", config, *WORDS)) == 2
 
 
@@ -81,7 +80,7 @@ def test_a_model_whose_documents_see_each_other_is_refused(tmp_path: Path) -> No
     text = words(tmp_path)
     with pytest.raises(ConfigError, match="a document sees those before it in the same sequence"):
         trained(tmp_path / "model", OPT, text)
-    models.get.cache_clear()
+    forget_models()
     assert len(trained(tmp_path / "other", OPT, text, "--documents=together")) == 2
 
 

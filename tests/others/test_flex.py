@@ -20,8 +20,8 @@ from fsdp2 import models
 from fsdp2.models import attention
 from fsdp2.options import strategies
 from fsdp2_extra.models import attending
-from tests.harness import Ranks, losses, main_in_ranks
-from tests.others.common import LLAMA, MODELS, TEXT, forget_models, save
+from tests.harness import Ranks, forget_models, losses, main_in_ranks
+from tests.others.common import LLAMA, MODELS, TEXT, save
 
 transformers = pytest.importorskip("transformers")
 

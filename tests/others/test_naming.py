@@ -21,9 +21,9 @@ from fsdp2.run.preflight import preflight
 from fsdp2.run.process.runtime import World
 from fsdp2.train import main
 from fsdp2_extra.models.blocks import find_blocks, named_blocks
-from tests.harness import Ranks, losses, main_in_ranks, of_kind
+from tests.harness import Ranks, forget_models, losses, main_in_ranks, of_kind
 from tests.others import own
-from tests.others.common import WORDS, flags, forget_models, save
+from tests.others.common import WORDS, flags, save
 
 
 @pytest.fixture(autouse=True)

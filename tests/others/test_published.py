@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp2 import models
+from tests.harness import forget_models
 from tests.others.published import CONFIGS, outcome, row
 from tests.others.sections import PAGE
 
@@ -14,5 +14,5 @@ from tests.others.sections import PAGE
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_published_configuration_does_what_the_page_says(tmp_path: Path, name: str) -> None:
     pytest.importorskip("transformers")
-    models.get.cache_clear()
+    forget_models()
     assert row(name, outcome(name, tmp_path)) in PAGE.read_text().splitlines()

@@ -15,8 +15,8 @@ import torch
 from fsdp2.config import parse
 from fsdp2.options.errors import ConfigError
 from fsdp2_tools.checkpoint.__main__ import main as checkpoint_command
-from tests.harness import Ranks, full_files, losses, main_in_ranks, of_kind, relative, same
-from tests.others.common import WORDS, flags, forget_models, plain, save
+from tests.harness import Ranks, forget_models, full_files, losses, main_in_ranks, of_kind, relative, same
+from tests.others.common import WORDS, flags, plain, save
 from tests.others.sections import PAGE
 from tests.others.splits import EQUAL, MESHES, outcome, passed
 from tests.test_dimensions import apart, trained

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from fsdp2 import models
 from fsdp2.config import parse
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.preflight import check_data
+from tests.harness import forget_models
 from tests.others.common import MODELS
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -19,7 +19,7 @@ pytest.importorskip("transformers")
 
 def _model(folder: Path, name: str) -> str:
     """A folder with a configuration alone."""
-    models.get.cache_clear()
+    forget_models()
     _, architecture, numbers = MODELS[name]
     folder.mkdir()
     content = {**numbers, "vocab_size": 300, "model_type": name, "architectures": [architecture]}
@@ -45,7 +45,7 @@ def test_bytes_dont_take_the_place_of_a_tokenizer_in_another_form(tmp_path: Path
     model = _model(tmp_path / "model", "gpt2")
     _check(tmp_path, model)  # a model without one is trained on bytes
     (tmp_path / "model" / name).write_text("{}")
-    models.get.cache_clear()
+    forget_models()
     with pytest.raises(ConfigError, match=rf"its tokenizer is in {name}, and only a tokenizer\.json is read"):
         _check(tmp_path, model)
     _check(tmp_path, model, "--tokenizer=bytes")
