@@ -317,7 +317,7 @@ APART = $(MIGRATION) $(PLANNER) $(SERVERS) tests/commands tests/comparing tests/
   tests/slurm tests/test_gpu_lane.py tests/tune
 TOOLS = tests/plan tests/tune tests/comparing tests/doctor tests/memory tests/commands tests/launchers
 
-test: $(VENV)/.dev  ## what a change of training can break, with the newest torch (a quarter of an hour)
+test: $(VENV)/.dev  ## what a change of training can break, with the newest torch (10 min)
 	$(TOX) newest -- $(addprefix --ignore=,$(APART)) -m "not slow and not ray and not thorough" $(ARGS)
 
 .PHONY: test-ci test-all test-book test-migration test-tools
