@@ -56,8 +56,8 @@ def test_list_has_the_evaluations_of_steps_that_are_there(mixed: Path, cli: Cli)
     ]
     (mixed / "metrics.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in records) + '{"kind": "eval"}\n')
     rows = {line.split()[0]: line.split()[2] for line in cli("list", mixed)[1].splitlines()}
-    assert (rows["step-00000004"], rows["step-00000005"]) == ("0.5000", "0.2500")
-    assert "4.0000" not in rows.values()  # of another step 2 than the superseded one
+    assert (rows["step-00000004"], rows["step-00000005"]) == ("0.5", "0.25")
+    assert "4" not in rows.values()  # of another step 2 than the superseded one
 
 
 def test_list_quick_compares_sizes_and_says_so(mixed: Path, cli: Cli) -> None:
