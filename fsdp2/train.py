@@ -88,9 +88,9 @@ def main(
         restored = resume(job, app, engine.ema, hashes=config.verify == "hash")
         if not restored["random_state_restored"]:
             runtime.seed_everything(config.seed, world.rank // config.tp, progress.step)
+        first_step, random_state = progress.step, app.parts["rng"].state_dict()
         job.add_note(schedule.go_on(progress.step, job.origin.before))
         try_out(config, engine, dataset, device)
-        first_step = progress.step
 
         def finished() -> bool:
             return batches.epoch >= config.epochs or progress.step >= (config.max_steps or math.inf)
@@ -126,8 +126,9 @@ def main(
             # The loop. An epoch is its steps, an evaluation, a new learning rate and a checkpoint.
             accuracy: float | None = None
             between = Between(config, checkpoints, reports, watch, stop, garbage)
-            on_nonfinite, on_finite = checkpoints.stop_if_nonfinite, between.look
-            log = StepLog(reports.emit, device, on_nonfinite, on_finite, speed)
+            log = StepLog(reports.emit, device, checkpoints.stop_if_nonfinite, between.look, speed)
+            # What came since may have drawn numbers, as a model does that is made to be described; training's stay.
+            app.parts["rng"].load_state_dict(random_state)
             while not finished():
                 log.restart_clock()
                 for microbatches in batches:

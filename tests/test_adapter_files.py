@@ -96,9 +96,10 @@ def _settings() -> dict[str, Any]:
     """Each setting that peft has for adapters beside those of a run, with a value that it hasn't by default."""
     others = {bool: True, float: 0.5, int: 8, dict: {"q_proj": 2}, type(None): [0]}
     own = {"base_model_name_or_path", "fan_in_fan_out", "r", "lora_alpha", "inference_mode", "peft_version"}
+    own |= {"lora_dropout"}  # which no merged weight depends on
     found = {key: others.get(type(value), "x") for key, value in peft.LoraConfig().to_dict().items() if key not in own}
     more = {"layers_to_transform": 0, "target_modules": "all-linear", "layers_pattern": "layers", "bias": "lora_only"}
-    return {**found, **more, "init_lora_weights": "pissa"}
+    return {**found, **more, "init_lora_weights": "pissa", "lora_dropout": 1.0}
 
 
 @pytest.mark.parametrize("by", ["file", "marker", "both"])

@@ -87,6 +87,30 @@ def test_it_goes_on_bit_for_bit(ranks: Ranks, base: Path, adapters: Path, traine
     assert losses(resumed) == losses(trained)[3:]
 
 
+def test_dropout_is_of_training_alone(ranks: Ranks, base: Path, trained: Events, tmp_path: Path) -> None:
+    def run(name: str, *way: str) -> Events:
+        flags = adapt(base, tmp_path / name, "--max-steps=6", "--checkpoint-every=3", "--lora-dropout=0.5", *way)
+        return ranks.run(main_in_ranks, flags)[0]
+
+    events = run("run")
+    dropped, kept = losses(events), losses(trained)
+    assert dropped[0] == kept[0]  # B is zero there
+    assert not set(dropped[1:]) & set(kept[1:])
+    for number, way in enumerate(("--strategy=ddp", "--activation-checkpointing")):
+        assert losses(run(str(number), way)) == dropped
+    assert losses(run("resumed", f"--resume={tmp_path / 'run' / 'checkpoints' / 'step-00000003'}")) == dropped[3:]
+    assert infer.main(tmp_path / "run")["accuracy"] == of_kind(events, "eval")[-1]["accuracy"]
+    assert checkpoint_command(["export", str(tmp_path / "run"), str(tmp_path / "peft"), "--format=peft"]) == 0
+    assert json.loads((tmp_path / "peft" / "adapter_config.json").read_text())["lora_dropout"] == 0.5
+    model = models.get("llama", lora=Lora(4, 8.0, dropout=0.5)).build("debug")
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            tensor.normal_(std=0.1, generator=torch.Generator().manual_seed(len(name)))
+        tokens = torch.arange(16)[None]
+        assert not torch.equal(model.train()(tokens), model(tokens))
+        assert torch.equal(model.eval()(tokens), model(tokens))
+
+
 def test_a_base_in_bf16_changes_no_loss(
     ranks: Ranks, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,6 +225,7 @@ def test_inference_puts_both_together(adapters: Path, trained: Events) -> None:
     ("values", "part"),
     [
         ({"lora": None, "lora_alpha": 8.0}, "--lora-alpha without --lora"),
+        ({"lora": None, "lora_dropout": 0.1}, "--lora-dropout without --lora"),
         ({"init_from": None}, "--lora without weights"),
         ({"strategy": "fsdp1"}, "--lora with --strategy fsdp1"),
         ({"freeze": ("*",)}, "--freeze with --lora"),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -16,7 +18,7 @@ from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.state import RandomState
 from fsdp2.checkpoint.store import MARKER, Store
 from fsdp2.config import parse
-from tests.harness import SMALL, Ranks, full_files, losses, of_kind, same
+from tests.harness import SMALL, Ranks, full_files, losses, main_in_ranks, of_kind, same
 
 Events = list[tuple[str, dict[str, Any]]]
 Train = Callable[..., Events]
@@ -50,6 +52,33 @@ def test_a_resumed_run_goes_on_bit_for_bit(train: Train, tmp_path: Path, flags: 
     steps = [record["step"] for record in metrics_of(tmp_path / "run") if record["kind"] == "train"]
     assert steps == list(range(1, 10)), "each step stands once in metrics.jsonl"
     assert same(full_files(tmp_path / "run"), full_files(tmp_path / "whole"))
+
+
+def _drawing(flags: list[str], names: list[str]) -> Events:
+    """A run in which functions of `train.main` draw numbers of every generator. To be run by `Ranks`."""
+
+    def drawing(function: Callable[..., Any]) -> Callable[..., Any]:
+        def drawn(*args: Any, **kwargs: Any) -> Any:
+            torch.rand(3), random.random(), numpy.random.random()
+            return function(*args, **kwargs)
+
+        return drawn
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in names:
+            patch.setattr(fsdp2.train, name, drawing(getattr(fsdp2.train, name)))
+        return main_in_ranks(flags)
+
+
+def test_only_the_training_draws_its_numbers(ranks: Ranks, tmp_path: Path) -> None:
+    """A model that is made to be described draws its initial values, or its adapters do; a resumed run makes others."""
+    line = [*SMALL, "--model=cnn", "--max-steps=3", "--checkpoint-every=never"]
+    before = ["try_out", "keep_in_memory", "write_start", "observed", "Reports", "Watch", "Checkpoints"]
+    plain, drawn = (
+        losses(ranks.run(_drawing, [*line, f"--run-dir={tmp_path / str(len(names))}"], names)[0])
+        for names in ([], before)
+    )
+    assert plain == drawn
 
 
 def test_resuming_over_the_end_of_an_epoch(train: Train, tmp_path: Path) -> None:

@@ -230,8 +230,9 @@ def _check_saving(config: Options) -> None:
 
 def _check_lora(config: Options) -> None:
     if config.lora is None:
-        for flag, given in (("--lora-alpha", config.lora_alpha is not None), ("--lora-targets", config.lora_targets)):
-            if given:
+        given = (config.lora_alpha is not None, config.lora_targets, config.lora_dropout)
+        for flag, one in zip(("--lora-alpha", "--lora-targets", "--lora-dropout"), given, strict=True):
+            if one:
                 raise ConfigError(f"{flag} without --lora: there are no adapters; add --lora RANK")
         return
     if config.weights is None:

@@ -54,6 +54,7 @@ def spec(config: Config) -> ModelSpec:
         rank=config.lora,
         alpha=2.0 * config.lora if config.lora_alpha is None else config.lora_alpha,
         targets=config.lora_targets,
+        dropout=config.lora_dropout,
         base_dtype=base_dtype(config),
         weights=config.weights,
     )

@@ -43,9 +43,7 @@ def try_out(config: Config, engine: Engine, dataset: Dataset, device: torch.devi
 
     A collective call.
     """
-    # Somebody's model may draw random numbers here; training must draw the same ones.
-    kept = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
-    with uncompiled() if config.compile else nullcontext(), kept:
+    with uncompiled() if config.compile else nullcontext():
         if config.chunked_loss is not None:
             require_whole_loss(config, engine, dataset, device)
         require_causal(config, engine, dataset, device)

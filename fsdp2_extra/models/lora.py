@@ -32,6 +32,7 @@ class Lora:
         rank: of the product B A.
         alpha: the product counts alpha / rank times.
         targets: patterns of the names of linear layers; none = all those in blocks.
+        dropout: the chance with which training sets an input of A to zero. The layer's own input stays.
         base_dtype: in which the weights that stay are kept. The one that they are computed in changes no result.
         weights: where those come from.
     """
@@ -39,6 +40,7 @@ class Lora:
     rank: int
     alpha: float
     targets: tuple[str, ...] = ()
+    dropout: float = 0.0
     base_dtype: torch.dtype = torch.float32
     weights: str | None = None
 
@@ -85,6 +87,7 @@ class Lora:
         config = LoraConfig(
             r=self.rank,
             lora_alpha=self.alpha,  # type: ignore[arg-type]
+            lora_dropout=self.dropout,
             target_modules=parts if same == set(names) else names,
             fan_in_fan_out=transposed.pop(),
             base_model_name_or_path=self.weights,

@@ -26,9 +26,9 @@ _A, _B = ".lora_A.default.weight", ".lora_B.default.weight"
 # What a run says there of its adapters. peft has fifteen other settings by which the same tensors mean something else:
 # they are as peft has them by default, which for those that aren't here is empty.
 _SAID = (_BASE, "fan_in_fan_out", "r", "lora_alpha", "target_modules")
-_ASIDE = (_BASE, "inference_mode", "peft_version", "task_type")  # which may change
+_ASIDE = (_BASE, "inference_mode", "peft_version", "task_type", "lora_dropout")  # which change no merged weight
 TASKS = {"causal": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM"}  # of a model -> as peft calls it
-_DEFAULTS = {"peft_type": "LORA", "bias": "none", "init_lora_weights": True, "lora_dropout": 0.0}
+_DEFAULTS = {"peft_type": "LORA", "bias": "none", "init_lora_weights": True}
 _DEFAULTS |= {"megatron_core": "megatron.core", "qalora_group_size": 16, "layers_to_transform": None}
 
 
@@ -66,6 +66,8 @@ def read_adapters(content: bytes, place: str) -> Adapters:
             raise ValueError(f"r is no whole number from 1 to {_LARGEST}")
         if type(alpha) not in (int, float) or not 0 < alpha <= _LARGEST:
             raise ValueError(f"lora_alpha is no number above 0, and up to {_LARGEST}")
+        if type(dropped := facts.get("lora_dropout", 0.0)) not in (int, float) or not 0 <= dropped < 1:
+            raise ValueError("lora_dropout is no number from 0 to below 1")
         if facts.get("task_type") not in (None, *TASKS.values()):
             raise ValueError(f"task_type is none of {', '.join(TASKS.values())}")
         if not (isinstance(targets, list) and all(isinstance(one, str) for one in targets)):

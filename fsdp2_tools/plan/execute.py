@@ -258,7 +258,7 @@ def engine_without_values(
     )
     engine = engine_of(config, start)
     # For adapters, add_parts would only add a checksum of the base, which needs values.
-    add_parts(dataclasses.replace(config, lora=None, lora_alpha=None, lora_targets=()), engine)
+    add_parts(dataclasses.replace(config, lora=None, lora_alpha=None, lora_targets=(), lora_dropout=0.0), engine)
     return engine
 
 
