@@ -127,8 +127,7 @@ def main(
             accuracy: float | None = None
             between = Between(config, checkpoints, reports, watch, stop, garbage)
             log = StepLog(reports.emit, device, checkpoints.stop_if_nonfinite, between.look, speed)
-            # What came since may have drawn numbers, as a model does that is made to be described; training's stay.
-            app.parts["rng"].load_state_dict(random_state)
+            app.parts["rng"].load_state_dict(random_state)  # a model made to be described may have drawn numbers
             while not finished():
                 log.restart_clock()
                 for microbatches in batches:
