@@ -42,6 +42,9 @@ def test_bytes_by_arithmetic() -> None:
     assert "--strategy fsdp2" not in found({"strategy": "none"}, there, ranks=1)
     assert found({"shard_granularity": "root"}, there)["--shard-granularity 1"] == 40
     assert found({"replicas": 2}, there, ranks=4)["--replicas 1"] == 200
+    assert found({"global_batch_size": 512}, there)["--batch-size 32"] == 510  # 4 microbatches of 64 on each rank
+    assert found({"global_batch_size": 13}, there)["--batch-size 3"] == 510  # one of 7 and one of 6
+    assert not any("--batch-size" in flag for flag in found({"global_batch_size": 2}, there))
 
 
 def test_what_is_set_already_is_not_advised() -> None:

@@ -82,9 +82,12 @@ def remedies(
         inside = _by_block(alive, blocks, "activations", whole=False)
         # While one block is computed again, its own are there.
         found["--activation-checkpointing"] = sum(inside.values()) - max(inside.values(), default=0)
-    if config.global_batch_size is None and config.batch_size > 1:
-        flags = f"--batch-size {config.batch_size // 2} --grad-accumulation {2 * config.grad_accumulation}"
-        found[flags] = (activations + sizes.get("data", 0)) // 2
+    parts, microbatch = config.accumulation(world_size), config.batch_size
+    if whole := config.global_batch_size:  # which may leave less, and is cut into more microbatches by itself
+        microbatch = -(-whole // (world_size // config.tp // config.sp * parts))
+    if microbatch > 1:
+        more = "" if whole else f" --grad-accumulation {2 * parts}"
+        found[f"--batch-size {microbatch // 2}{more}"] = (activations + sizes.get("data", 0)) // 2
     if config.optimizer != "sgd":
         found["--optimizer sgd, another training"] = sizes.get("optimizer", 0) // 2
     return sorted(((flag, saved) for flag, saved in found.items() if saved > 0), key=lambda item: -item[1])

@@ -52,12 +52,10 @@ def changes(config: Config) -> Iterator[Change]:
     for factor in dict.fromkeys((2, 8, batch)):
         if batch % factor or factor == 1:
             continue
-        fewer, more = batch // factor, parts * factor
-        if config.global_batch_size is not None:  # which is cut into more microbatches then
-            yield f"--batch-size {fewer}", {"batch_size": fewer}
-            continue
-        flags = f"--batch-size {fewer} --grad-accumulation {more}"
-        yield flags, {"batch_size": fewer, "grad_accumulation": more}
+        change: dict[str, Any] = {"batch_size": batch // factor}
+        if config.global_batch_size is None:  # which is cut into more microbatches by itself
+            change["grad_accumulation"] = parts * factor
+        yield name_of(change), change
     if config.replicas > 1:
         yield "--replicas 1", {"replicas": 1}
     if config.mixed_precision is None:
@@ -117,8 +115,7 @@ def advise(base: Plan, replan: Replan) -> Advice:
     found.sort(key=lambda one: costs.get(one[0][0], 0.0))
     singly = [(change[0], base.bytes - there.bytes) for change, there in found]
     useful = [change for change, _ in found]
-    together: list[Change] = []
-    best = base
+    together, best = list[Change](), base
     for change in useful:
         # A flag that replaces one before, as `block` does `op`, counts for itself.
         others = [one for one in together if not set(one[1]) & set(change[1])]
