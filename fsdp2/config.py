@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fsdp2 import data, models
 from fsdp2.options import own_model
-from fsdp2.options.checks import KEEP, check_together
+from fsdp2.options.checks import FALLING, KEEP, check_together
 from fsdp2.options.own_model import unset
 from fsdp2.options.parser import make_parser, read_values
 from fsdp2.options.strategies import STRATEGIES, check_strategy
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from fsdp2.models.spec import ModelSpec
 
 TRAIN = "Train a sharded model with PyTorch FSDP2. On several ranks: torchrun --nproc_per_node N -m fsdp2.train."
-SCHEDULES = ("step", "cosine", "linear", "constant")
+SCHEDULES = ("step", *FALLING, "constant")
 
 
 @dataclass(frozen=True)
@@ -382,11 +382,6 @@ class Config:
         from fsdp2_extra.baselines import deepspeed_settings
 
         return deepspeed_settings.settings(self, device_type)
-
-
-def is_due(every: int | str | None, step: int) -> bool:
-    """Return whether what comes every so many steps, if it does, is due after this one."""
-    return isinstance(every, int) and step % every == 0
 
 
 def parser(prog: str = "fsdp2.train", *, description: str = TRAIN, add_help: bool = True) -> Any:

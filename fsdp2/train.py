@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from fsdp2.config import Config, is_due, parse
+from fsdp2.config import Config, parse
 from fsdp2.run.process import early
 
 if __name__ == "__main__":
@@ -37,7 +37,7 @@ from fsdp2.report.metrics import OnEvent, StepLog
 from fsdp2.report.reports import Reports
 from fsdp2.report.throughput import Throughput
 from fsdp2.run.between import Between
-from fsdp2.run.checkpoints import Checkpoints
+from fsdp2.run.checkpoints import Checkpoints, is_due
 from fsdp2.run.dataset import load_data, training_batches
 from fsdp2.run.initial_weights import DrawnWeights, LoadedWeights
 from fsdp2.run.preflight import examine_first, preflight

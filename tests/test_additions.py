@@ -34,7 +34,7 @@ class Pixels(nn.Module):
 
 
 SPEC = ModelSpec("pixels", "image", {"tiny": {"width": 8}}, Pixels, lambda model: [model.inner, model.outer],
-                 {"*.weight": fan_in_uniform, "*.bias": zeros}, loss, attentions=("auto",))
+                 {"*.weight": fan_in_uniform, "*.bias": zeros}, loss)
 """
 DATASET = """
 import torch

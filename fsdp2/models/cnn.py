@@ -53,4 +53,4 @@ def loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.nll_loss(outputs.float(), targets, reduction="sum")
 
 
-SPEC = ModelSpec("cnn", "image", SIZES, Net, blocks, INITIAL_VALUES, loss, attentions=("auto",))
+SPEC = ModelSpec("cnn", "image", SIZES, Net, blocks, INITIAL_VALUES, loss)

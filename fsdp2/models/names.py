@@ -9,7 +9,8 @@ WEIGHTS = ("*.safetensors", "pytorch_model*.bin")  # the files of them in a fold
 LIBRARIES = ("hf", "timm")  # whose models are named with a colon, too
 
 KERNELS = ("cudnn", "flash", "efficient", "math")  # of F.scaled_dot_product_attention
-ATTENTIONS = ("auto", *KERNELS, "flex")
+BY_TORCH = ("auto", *KERNELS)
+ATTENTIONS = (*BY_TORCH, "flex")
 
 
 def on_hub(place: str) -> bool:

@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.models.initial import Table, slices_of
 from fsdp2.models.meta import parameters_on_meta
-from fsdp2.models.names import KERNELS
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -111,8 +110,8 @@ class ModelSpec:
             It raises ValueError for a model of which only a look at it tells that it has none.
         split_sizes: (a size's keyword arguments, length of a sequence) -> by name, the numbers that ranks must divide.
         attends_by_name: whether its modules attend by `self.attend`, so that ranks can exchange heads for tokens.
-        attentions: which of `names.ATTENTIONS` it can follow. With `flex` among them, `make` takes the choice as
-            `attention`; the kernels are those of `F.scaled_dot_product_attention`, and a model without it has `auto`.
+        attentions: which of `names.ATTENTIONS` it can follow: `auto` alone, or `BY_TORCH` where it attends by
+            `F.scaled_dot_product_attention`. With `flex` among them, `make` takes the choice as `attention`.
         flex_for_documents: whether `auto` is `flex` on a GPU, where documents of a row don't see each other.
     """
 
@@ -140,7 +139,7 @@ class ModelSpec:
     splits: Callable[[], Mapping[str, ParallelStyle]] | None = None
     split_sizes: Callable[[Mapping[str, Any], int], Mapping[str, int]] = lambda *_: {}
     attends_by_name: bool = False
-    attentions: Sequence[str] = ("auto", *KERNELS)
+    attentions: Sequence[str] = ("auto",)
     flex_for_documents: bool = False
 
     def base_weights(self, weights: Mapping[str, Any] | Sequence[str]) -> dict[str, Any]:

@@ -110,7 +110,6 @@ SPEC = ModelSpec(
     loss,
     call,
     head=head,
-    attentions=("auto",),
     splits=splits,
     split_sizes=lambda size, seq_len: {name: size[name] for name in ("dim", "vocab_size")} | {"--seq-len": seq_len},
 )

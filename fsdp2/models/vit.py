@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp2.models.initial import Table, fan_in_uniform, normal, ones, xavier_uniform, zeros
+from fsdp2.models.names import BY_TORCH
 from fsdp2.models.spec import ModelSpec
 
 SIZES = {
@@ -90,6 +91,7 @@ SPEC = ModelSpec(
     blocks,
     INITIAL_VALUES,
     loss,
+    attentions=BY_TORCH,
     splits=splits,
     split_sizes=lambda size, _: {"mlp_dim": size["mlp_dim"]},
 )

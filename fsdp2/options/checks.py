@@ -11,6 +11,7 @@ from fsdp2.options.errors import ConfigError
 from fsdp2.options.values import TRACKERS
 from fsdp2.parallel import FUSED, IN_FEW_BITS, LARGEST_BETA2
 
+FALLING = ("cosine", "linear")  # schedules that reach their end with the run
 KEEP = 3  # `--keep` where nobody gives it
 
 Options = Any
@@ -80,9 +81,9 @@ def _check_optimizer(config: Options) -> None:
             f"--weight-decay with --optimizer {config.optimizer}: there it would be part of the gradients, which Adam "
             "scales; use --optimizer adamw, or drop it"
         )
-    if config.lr_floor and config.schedule not in ("cosine", "linear"):
+    if config.lr_floor and config.schedule not in FALLING:
         raise ConfigError(
-            f"--lr-floor with --schedule {config.schedule}: the schedule has no floor; use cosine or linear, or drop it"
+            f"--lr-floor with --schedule {config.schedule}: it has no floor; use {' or '.join(FALLING)}, or drop it"
         )
     if config.warmup_steps and config.warmup_steps >= (config.max_steps or math.inf):
         raise ConfigError(

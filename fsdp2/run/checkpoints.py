@@ -12,7 +12,7 @@ from fsdp2.checkpoint.files import NotTheWriter
 from fsdp2.checkpoint.full_model import full_state_api, save_full, while_rank_0
 from fsdp2.checkpoint.saver import Outcome, SaveFailed, Saver
 from fsdp2.checkpoint.state import AppState, Progress
-from fsdp2.config import Config, is_due
+from fsdp2.config import Config
 from fsdp2.models.initial import slices_of
 from fsdp2.parallel.engine import Engine
 from fsdp2.parallel.meta import shared_names
@@ -42,6 +42,11 @@ class Reporting(Protocol):
     def last_steps(self, count: int) -> list[dict[str, Any]]:
         """The newest `train` records, the oldest first; [] on ranks that don't write them."""
         ...
+
+
+def is_due(every: int | str | None, step: int) -> bool:
+    """Return whether what comes every so many steps, if it does, is due after this one."""
+    return isinstance(every, int) and step % every == 0
 
 
 class Checkpoints:

@@ -186,7 +186,7 @@ def length_before(marker: Mapping[str, Any]) -> Length | None:
 
 
 # Flags that change what a resumed run computes. Without `--init-from` it has more epochs by default.
-_COMPUTES = ("epochs", "clip-grad-norm", "mixed-precision", "reduce-dtype", "float8", "on-nonfinite")
+_COMPUTES = ("epochs", "clip-grad-norm", "mixed-precision", "reduce-dtype", "float8", "on-nonfinite", "lora-dropout")
 
 
 def changed_flags(config: Config, marker: Mapping[str, Any]) -> str | None:

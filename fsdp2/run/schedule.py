@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, StepLR
 
 from fsdp2.config import Config
 from fsdp2.data.loader import Batches
+from fsdp2.options.checks import FALLING
 from fsdp2.options.errors import ConfigError
 
 
@@ -116,7 +117,7 @@ class Schedule:
             group["lr"] = base * rate
         if before is not None and step != trained:
             return f"--schedule {name}: it counts {step} of the {trained} steps that are done"
-        if before is None or name not in ("cosine", "linear"):
+        if before is None or name not in FALLING:
             return None
         total, earlier = self.course.total, course(before, self._batches, step, trained).total
         if total == earlier:

@@ -82,9 +82,8 @@ def remedies(
         inside = _by_block(alive, blocks, "activations", whole=False)
         # While one block is computed again, its own are there.
         found["--activation-checkpointing"] = sum(inside.values()) - max(inside.values(), default=0)
-    parts, microbatch = config.accumulation(world_size), config.batch_size
-    if whole := config.global_batch_size:  # which may leave less, and is cut into more microbatches by itself
-        microbatch = -(-whole // (world_size // config.tp // config.sp * parts))
+    parts, whole = config.accumulation(world_size), config.global_batch_size  # which is cut into more by itself
+    microbatch = -(-whole // (world_size // config.tp // config.sp * parts)) if whole else config.batch_size
     if microbatch > 1:
         more = "" if whole else f" --grad-accumulation {2 * parts}"
         found[f"--batch-size {microbatch // 2}{more}"] = (activations + sizes.get("data", 0)) // 2

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fsdp2.models.initial import fill_for
 from fsdp2.models.meta import parameters_on_meta
+from fsdp2.models.names import BY_TORCH
 from fsdp2.models.spec import ModelSpec
 from fsdp2_extra.models.blocks import find_blocks
 
@@ -34,7 +35,7 @@ def spec(name: str) -> ModelSpec:
     seen: dict[Any, Any] = {}  # numbers of a size -> what its model was made of
     if isinstance(made, nn.Module):
         seen["own"] = _made_of(made)
-        made = ModelSpec(name, "image", {"own": {}}, function, find_blocks, {}, loss)
+        made = ModelSpec(name, "image", {"own": {}}, function, find_blocks, {}, loss, attentions=BY_TORCH)
     elif not isinstance(made, ModelSpec):
         raise ValueError(f"it returned a {type(made).__name__}; it has to return an nn.Module or a ModelSpec")
     if made.kind not in KINDS or made.task not in KINDS[made.kind]:

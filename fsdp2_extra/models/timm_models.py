@@ -8,6 +8,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fsdp2.models.names import BY_TORCH
 from fsdp2.models.spec import Batch, ModelSpec
 from fsdp2.units import install
 from fsdp2_extra.models.blocks import find_blocks
@@ -33,7 +34,7 @@ def spec(name: str) -> ModelSpec:
 
     settings = timm.get_pretrained_cfg(name)
     size = settings.input_size if settings else (3, 224, 224)
-    return ModelSpec(f"timm:{name}", "image", {"own": {}}, make, find_blocks, {}, loss, call=call)
+    return ModelSpec(f"timm:{name}", "image", {"own": {}}, make, find_blocks, {}, loss, call, attentions=BY_TORCH)
 
 
 def loss(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ from fsdp2_tools.doctor.asking import Here
 from fsdp2_tools.doctor.judging import BAD, OK, WORSE, Hosts, Row
 from tests.doctor.threads import examined
 
+DOCS = Path(__file__).parents[2] / "docs" / "doctor.md"
 HOSTS = Hosts({0: ("a", "10.0.0.1"), 1: ("a", "10.0.0.1"), 2: ("b", "10.0.0.2"), 3: ("b", "10.0.0.2")})
 
 
@@ -39,8 +41,23 @@ def found(facts: dict[int, Any], rank: int, **changed: Any) -> list[Row]:
     return [row for row in machine.rows(changed_facts, HOSTS) if row.verdict != OK]
 
 
+def test_each_row_has_a_line_on_the_page_and_a_test(facts: dict[int, Any]) -> None:
+    table = re.findall(r"^\| ([^|]+) \|", DOCS.read_text(), re.MULTILINE)
+    on_page = {name.removeprefix("GPU ") for cell in table for name in re.sub(r"\[\^.*?\]", "", cell).split(", ")}
+    tests = "".join(file.read_text() for file in Path(__file__).parent.glob("*.py"))
+    source = "".join(file.read_text() for file in Path(machine.__file__).parent.glob("*.py"))
+    names = {*re.findall(r'Row\("([^"]+)"', source), *(row.name for row in machine.rows(facts, HOSTS))}
+    assert len(names) > 15
+    assert {name for name in names if name.removeprefix("GPU ") not in on_page} == set(), "add it to docs/doctor.md"
+    assert {name for name in names if f'"{name}' not in tests} == set(), "add a case to tests/doctor"
+
+
 def test_ranks_alike_are_fit(facts: dict[int, Any]) -> None:
     assert found(facts, 0) == []
+    assert {row.name for row in machine.rows(facts, HOSTS)} >= {
+        "versions",
+        "variables",
+    }  # a row each where none differs
 
 
 @pytest.mark.parametrize(
