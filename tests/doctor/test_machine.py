@@ -54,10 +54,8 @@ def test_each_row_has_a_line_on_the_page_and_a_test(facts: dict[int, Any]) -> No
 
 def test_ranks_alike_are_fit(facts: dict[int, Any]) -> None:
     assert found(facts, 0) == []
-    assert {row.name for row in machine.rows(facts, HOSTS)} >= {
-        "versions",
-        "variables",
-    }  # a row each where none differs
+    names = [row.name for row in machine.rows(facts, HOSTS)]
+    assert {"versions", "variables"} < {*names}  # a row each where none differs
 
 
 @pytest.mark.parametrize(
