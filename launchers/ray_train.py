@@ -153,17 +153,13 @@ def ray_storage(place: str) -> tuple[str, Any]:
     return path, PyFileSystem(FSSpecHandler(client))
 
 
-def fit(
-    options: RayOptions,
-    config: Config,
-    storage: str,
-    name: str,
-    around: dict[str, Any],
-    *,
-    cpus_per_worker: float = 1.0,
-    callbacks: Sequence[Any] = (),
-) -> Any:
-    """Run the training `name`, below the folder or URL `storage`, on a connected cluster; Ray's Result."""
+def fit(options: RayOptions, config: Config, storage: str, name: str, around: dict[str, Any], **settings: Any) -> Any:
+    """Run the training `name`, below the folder or URL `storage`, on a connected cluster; Ray's Result.
+
+    Args:
+        around: of `surroundings`; further values of a worker's job too.
+        settings: of `on_workers`.
+    """
     from launchers.ray_worker import train_worker
 
     gpu = wants_gpu(options, config, resources())
@@ -172,17 +168,7 @@ def fit(
     if run.files.size(SNAPSHOT) is not None:
         run.files.unlink(SNAPSHOT)
     job = {**around, "config": dataclasses.asdict(config), "filesystem": ray_storage(storage)[1]}
-    result = on_workers(
-        train_worker,
-        job,
-        options,
-        gpu,
-        storage,
-        name,
-        max_failures=options.max_failures,
-        cpus_per_worker=cpus_per_worker,
-        callbacks=callbacks,
-    )
+    result = on_workers(train_worker, job, options, gpu, storage, name, options.max_failures, **settings)
     if stopped := (result.return_value or {}).get("stopped"):
         raise RunStopped(stopped)
     return result
@@ -195,8 +181,8 @@ def on_workers(
     gpu: bool,
     storage: str,
     name: str,
-    *,
     max_failures: int = 0,
+    *,
     cpus_per_worker: float = 1.0,
     callbacks: Sequence[Any] = (),
 ) -> Any:

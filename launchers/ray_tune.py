@@ -157,7 +157,7 @@ def search(asked: TuneOptions, options: RayOptions, config: Config, space: Space
             one,
             around,
             cpus_per_worker=CPUS_PER_WORKER,
-            callbacks=[reports_to_tune(asked.metric)],
+            callbacks=[reports_to_tune()],
         )
 
     at_once = max(1, int(ray_train.resources().get("CPU", 0)) // options.num_workers.most)
@@ -174,9 +174,11 @@ def search(asked: TuneOptions, options: RayOptions, config: Config, space: Space
         num_samples=asked.trials,
         metric=asked.metric,
         mode="max" if HIGHER_IS_BETTER[asked.metric] else "min",
-        # One epoch more than there are: who gets to the end is not stopped while it writes its full model.
-        scheduler=AsyncHyperBandScheduler(max_t=config.epochs + 1, grace_period=min(asked.grace, config.epochs))
-        if asked.stop_early
+        # Before the last epoch's end: who gets there is not stopped while it writes its full model.
+        scheduler=AsyncHyperBandScheduler(
+            time_attr="epochs", max_t=config.epochs - 1, grace_period=asked.grace, stop_last_trials=False
+        )
+        if asked.stop_early and asked.grace < config.epochs
         else None,
     )
 
@@ -235,13 +237,16 @@ def ray_way(choice: Choice) -> Any:
     return getattr(tune, choice.way)(*choice.arguments)
 
 
-def reports_to_tune(metric: str) -> Any:
-    """Hands a training's reports that hold the metric to Tune, one for each evaluation."""
+def reports_to_tune() -> Any:
+    """Hands each evaluation of a training to Tune, once."""
     from ray.tune.integration.ray_train import TuneReportCallback
 
     class Evaluations(TuneReportCallback):
+        newest = 0
+
         def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
-            if metric in metrics[0]:
+            if (step := metrics[0].get("test_step", 0)) > self.newest:
+                self.newest = step
                 super().after_report(run_context, metrics, checkpoint)
 
     return Evaluations()
@@ -257,10 +262,8 @@ def progress(metric: str) -> Any:
             self.left: list[tuple[float, str]] = []  # when, and which placement group
 
         def on_trial_result(self, iteration: int, trials: Any, trial: Any, result: dict[str, Any], **_: Any) -> None:
-            print(
-                f"{trial.trial_id}  epoch {result['epoch'] + 1}  {metric} {result[metric]:.4f}  {said(trial.config)}",
-                flush=True,
-            )
+            at = f"epoch {result['epoch'] + 1}  step {result['step']}"
+            print(f"{trial.trial_id}  {at}  {metric} {result[metric]:.4f}  {said(trial.config)}", flush=True)
 
         def on_trial_complete(self, iteration: int, trials: Any, trial: Any, **_: Any) -> None:
             group = (trial.last_result or {}).get("placement_group")
@@ -303,10 +306,10 @@ def table(results: Any, asked: TuneOptions, options: RayOptions, config: Config,
     )
     if not done or math.isnan(done[0].metrics[asked.metric]):
         raise ray_train.TrainingFailed(f"no trial has a result; the first error:\n{next(iter(results.errors), None)}")
-    lines = [f"{'trial':<14}  {asked.metric:>9}  epochs  flags"]
+    lines = [f"{'trial':<14}  {asked.metric:>9}  epochs  {'steps':>6}  flags"]
     for result in done:
-        value, epochs = result.metrics[asked.metric], result.metrics["epoch"] + 1
-        lines.append(f"{result.metrics['trial_id']:<14}  {value:>9.4f}  {epochs:>6}  {said(result.config)}")
+        value, epochs, steps = (result.metrics[key] for key in (asked.metric, "epochs", "step"))
+        lines.append(f"{result.metrics['trial_id']:<14}  {value:>9.4f}  {epochs:>6}  {steps:>6}  {said(result.config)}")
     best = dataclasses.replace(config, **done[0].config, run_dir=None)
     where = f"{storage}/{name}/run-{done[0].metrics['trial_id']}"
     return [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any
 
@@ -11,6 +12,7 @@ from ray.train import Checkpoint, CheckpointUploadMode
 
 from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError
+from fsdp2.report import records
 from fsdp2.run.directory.rundir import RunDir
 from fsdp2.run.process import runtime
 from fsdp2.run.process.group import RunStopped, broadcast
@@ -37,7 +39,7 @@ def train_worker(job: dict[str, Any]) -> dict[str, Any]:
     reporter = Reporter(run, job["filesystem"], background=config.async_checkpoint is not None)
     group = ray.util.get_current_placement_group() if job.get("in_trial") else None
     if group is not None:
-        reporter.always["placement_group"] = group.id.hex()  # for who has to give it back if the trial is stopped
+        reporter.known["placement_group"] = group.id.hex()  # for who has to give it back if the trial is stopped
     try:
         return main(config, reporter)
     except RunStopped as error:
@@ -91,6 +93,9 @@ def kept_by_ray() -> int | None:
 class Reporter:
     """A listener: one report to Ray for each checkpoint or evaluation, by all ranks after the same step.
 
+    Each holds what is known by then: `step` and its `epoch`; `epochs` done; `loss`, the mean over the epoch's steps so
+    far; `test_loss` and `accuracy` of the last evaluation, and `test_step`, after which that was.
+
     A report waits for all ranks and for Ray's controller, so there is none for a step. An evaluation waits for
     the checkpoint that follows it, to be one report with that. What an asynchronous save has committed is not
     known to all ranks after the same step: it goes with the next report.
@@ -109,65 +114,62 @@ class Reporter:
                 f"and give the run's Config keep={kept}"
             )
         self.run, self.filesystem, self.background = run, filesystem, background
-        self.always: dict[str, Any] = {}  # further values of each report
-        self._facts: dict[str, Any] = {}
-        self._losses: list[float] = []
+        self.known: dict[str, Any] = {}  # what each report holds
+        self._losses: list[float] = []  # of the epoch's steps
         self._newest: str | None = None
         self._evaluated = False
 
     def __call__(self, kind: str, data: dict[str, Any]) -> None:
-        handler = getattr(self, f"_{kind}", None)
-        if handler is not None:
-            handler(data)
+        if kind == "train" and self._evaluated:
+            self._report(data)
+        self._learn(kind, data)
+        if kind == "resume":
+            self._resume(data)
+        elif kind == "checkpoint":
+            self._newest = data["path"]
+            if not self.background:
+                self._report(data)
+        elif kind == "end":
+            if broadcast(self.run.has_full_model(data["step"])):
+                self._report(data, full_model=str(self.run.files.at(self.run.full_folder.name)))
+            self._report(data)  # last, so that this and not the full model is what Ray calls the newest
+
+    def _learn(self, kind: str, data: dict[str, Any]) -> None:
+        if kind == "train":
+            if data["epoch"] != self.known.get("epoch"):
+                self._losses = []
+            self._losses.append(data["loss"])
+            self.known |= {key: data[key] for key in ("step", "epoch")}
+        elif kind == "eval":
+            self.known |= {"test_step": data["step"], "test_loss": data["loss"], "accuracy": data["accuracy"]}
+            self._evaluated = True
 
     def _resume(self, data: dict[str, Any]) -> None:
-        self._facts = {key: data[key] for key in ("step", "epoch")}
+        """Know what a run without a break knows: its file has its records up to the checkpoint, and no later ones."""
+        if runtime.world().rank == 0:
+            with open(self.run.metrics, "rb") as file:
+                for record in filter(None, map(records.parse, file)):
+                    self._learn(record["kind"], {k: math.nan if v is None else v for k, v in record.items()})
+        known = {key: data[key] for key in ("step", "epoch")} | self.known
+        self.known, self._losses, self._evaluated = broadcast((known, self._losses, False))
         if data["checkpoint"].startswith(f"{self.run.store.files}/"):
             self._newest = data["checkpoint"]
-            self._report()  # Ray's own list may be of another version of Ray, or of none
 
-    def _train(self, data: dict[str, Any]) -> None:
-        if self._evaluated:
-            self._report()
-        if data["epoch"] != self._facts.get("epoch"):
-            self._losses = []
-        self._losses.append(data["loss"])
-        self._facts = {"step": data["step"], "epoch": data["epoch"]}
-
-    def _eval(self, data: dict[str, Any]) -> None:
-        self._facts |= {"test_loss": data["loss"], "accuracy": data["accuracy"]}
-        self._evaluated = True
-
-    def _checkpoint(self, data: dict[str, Any]) -> None:
-        self._newest = data["path"]
-        if not self.background:
-            self._report()
-
-    def _end(self, data: dict[str, Any]) -> None:
-        full = self.run.files.at(self.run.full_folder.name)
-        if broadcast(self.run.has_full_model(data["step"])):
-            here = self._at(str(full)) if runtime.world().rank == 0 else None
-            self._hand_over({"step": data["step"]}, here, full_model=True)
-        # Last, so that this and not the full model is what Ray calls the newest.
-        self._report()
-
-    def _report(self) -> None:
+    def _report(self, data: dict[str, Any], full_model: str | None = None) -> None:
+        """`data`: of an event before the next step, whose `epoch` is how many are done."""
         self._evaluated = False
         loss = {"loss": sum(self._losses) / len(self._losses)} if self._losses else {}
-        newest = broadcast(self._newest)
-        self._hand_over({**self._facts, **loss, **self.always}, self._at(newest) if newest else None)
+        place = full_model or broadcast(self._newest)
+        ray.train.report(
+            {**self.known, **loss, "epochs": data["epoch"]},
+            checkpoint=self._at(place) if place else None,
+            checkpoint_dir_name="full_model" if full_model else None,
+            # It lies where Ray would put it. A second copy would be a second owner.
+            checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD,
+        )
 
     def _at(self, place: str) -> Checkpoint:
         """The path of what lies there already, as Ray names it."""
         if self.filesystem is None:
             return Checkpoint.from_directory(place)
         return Checkpoint(place.partition("://")[2], self.filesystem)
-
-    def _hand_over(self, metrics: dict[str, Any], checkpoint: Checkpoint | None, *, full_model: bool = False) -> None:
-        ray.train.report(
-            metrics,
-            checkpoint=checkpoint,
-            checkpoint_dir_name="full_model" if full_model else None,
-            # It lies where Ray would put it. A second copy would be a second owner.
-            checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD,
-        )

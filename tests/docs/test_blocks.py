@@ -71,6 +71,7 @@ NOT_RUN = {
     ("*", "make ray-train"): "needs Ray: run by tests/launchers, with the other tests on a cluster",
     ("*", "python -m launchers."): "needs Ray: run by tests/launchers",
     ("docs/ray.md", "from pathlib import Path"): "needs Ray: run by tests/launchers/test_ray_users.py",
+    ("docs/ray.md", "from ray import tune"): "needs Ray: run by tests/launchers/test_ray_users.py",
     ("*", "python -m fsdp2.compare"): "takes minutes; run by tests/comparing",
     ("docs/plan.md", "python -m fsdp2.plan --model llama --model-size 70b"): "takes minutes; run by tests/plan",
     (

@@ -138,7 +138,7 @@ def test_ctrl_c_leaves_a_resumable_run_and_no_process(
 def test_an_interrupted_search_goes_on(tmp_path: Path, start: Callable[..., Program]) -> None:
     flags = ["--search=lr=grid(2e-3, 1e-3)", "--trials=1", "--epochs=6", "--no-stop-early"]
     program = start(tmp_path / "search", *flags, module="launchers.ray_tune")
-    program.wait_for("a result", lambda: "  epoch 2  accuracy" in program.log.read_text())
+    program.wait_for("a result", lambda: "  epoch 2  step " in program.log.read_text())
     program.process.send_signal(signal.SIGINT)
     assert program.process.wait(timeout=90) == 130, program.log.read_text()
     assert "best: " not in program.log.read_text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -123,16 +124,20 @@ def all_cpus_are_free() -> bool:
 
 def test_a_search_over_flags(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     flags = [*SMALL, "--epochs=2", "--max-steps=50", f"--storage-path={tmp_path}", "--name=search", "--trials=1"]
-    flags += ["--metric=test_loss"]
+    flags += ["--metric=test_loss", "--eval-every=20", "--checkpoint-every=15"]
     results = ray_tune.main([*flags, "--search=lr=grid(2e-3, 1e-6)"])
     assert len(results) == 2
     assert results.num_errors == 0
     printed = capfd.readouterr().out
     best = results.get_best_result("test_loss", "min")
     assert best.config["lr"] == 2e-3
-    # It is stopped after its first epoch, or gets no further than the other.
+    told = re.findall(r"^\S+  (epoch \d+  step \d+)  test_loss \S+  --lr (\S+)$", printed, re.MULTILINE)
+    assert [at for at, lr in told if lr == "0.002"] == [f"epoch {1 + n // 46}  step {n}" for n in (20, 40, 45, 50)]
+    assert len(set(told)) == len(told)
     runs = {json.loads((run / "config.json").read_text())["flags"]["lr"]: run for run in tmp_path.glob("search/run-*")}
     assert set(runs) == {2e-3, 1e-6}
+    assert len(losses_in(runs[2e-3])) == 50
+    assert len(losses_in(runs[1e-6])) >= 45, "it was stopped within its first epoch"
     assert (runs[2e-3] / "full_model" / "full-model.pt").is_file()
     assert all_cpus_are_free(), "a trial that was stopped has kept its workers' CPUs"
     assert f"best: {runs[2e-3]}" in printed

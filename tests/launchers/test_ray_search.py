@@ -112,7 +112,7 @@ class _Trials(list[SimpleNamespace]):
 
 
 def _trial(name: str, lr: float, value: float) -> SimpleNamespace:
-    metrics = {"test_loss": value, "accuracy": value, "epoch": 1, "trial_id": name}
+    metrics = {"test_loss": value, "accuracy": value, "epochs": 1, "step": 45, "trial_id": name}
     return SimpleNamespace(metrics=metrics, config={"lr": lr})
 
 

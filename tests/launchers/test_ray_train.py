@@ -122,6 +122,12 @@ def goes_on_after_a_kill(
     assert losses_in(folder / "run") == expected
     assert of_kind([(r["kind"], r) for r in metrics_of(folder / "run")], "resume"), "it was not restarted"
     assert result.metrics["step"] == steps
+    assert result.metrics["loss"] == mean_of(expected)  # of the steps before the kill too
+
+
+def mean_of(losses: list[float]) -> float:
+    """As `Reporter` makes it, whose sum is of Python's floats."""
+    return sum(losses) / len(losses)
 
 
 @pytest.mark.ray

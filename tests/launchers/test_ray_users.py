@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,12 +18,13 @@ from tests.test_resume import metrics_of
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 
 PAGE = (Path(__file__).parents[2] / "docs" / "ray.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)  # a trainer, a Tuner around it, a loop on a Dataset
 Train = Callable[..., list[tuple[str, dict[str, Any]]]]
 
 
 def test_a_trainer_of_ones_own_has_torchruns_losses_and_resumes(train: Train, tmp_path: Path) -> None:
     expected = losses(train("--threads=1", run="torchrun", steps=8))
-    (source,) = (block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "TorchTrainer" in block)
+    source = BLOCKS[0]
     given = {"device": "cpu", "threads": 1, "batch_size": 16, "model_size": "tiny", "epochs": 50, "checkpoint_every": 1}
     for steps in (6, 8):  # the second one goes on, where the first checkpoints are removed
         text = source.replace('"/shared/runs"', repr(str(tmp_path)))
@@ -50,3 +53,61 @@ def test_trackers_are_one_run_after_a_worker_was_killed(tmp_path: Path) -> None:
     assert "resume" in [record["kind"] for record in metrics_of(tmp_path / "run")], "it was not restarted"
     known = dict(enumerate(losses_in(tmp_path / "run"), 1))
     assert {one.step: one.value for one in _board(tmp_path / "run").Scalars("train/loss")} == pytest.approx(known)
+
+
+def test_a_tuner_of_ones_own_chooses_by_the_loss(tmp_path: Path) -> None:
+    names: dict[str, Any] = {"runs": tmp_path, "SMALL": {"threads": 1, "batch_size": 64, "model_size": "tiny"}}
+    exec(BLOCKS[0].partition("\nruns, name")[0], names)
+    exec(BLOCKS[1].replace("**sampled}", "**sampled, **SMALL, 'checkpoint_every': 10}"), names)
+    results = names["results"]
+    assert [one.error for one in results] == [None, None]
+    assert results.get_best_result().config == {"lr": 1e-3}
+    for one in results:
+        epoch = losses_in(tmp_path / one.metrics["trial_id"])[-23:]
+        assert one.metrics["loss"] == sum(epoch) / 23
+        assert list(one.metrics_dataframe["epochs"]) == [0, 0, 1, 1, 1, 2, 2, 2]
+        assert list(one.metrics_dataframe["step"]) == [10, 20, 23, 30, 40, 46, 46, 46]
+
+
+RECORD = """
+        import json, os, signal
+        with open(f"{job['run']}-{dist.get_rank()}.jsonl", "a") as file:
+            file.write(json.dumps([step, total.item(), batch["id"].tolist()]) + "\\n")
+        once = Path(job["run"] + "-kill")
+        if step == 12 and dist.get_rank() == 1 and once.exists():
+            once.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_loop_of_ones_own_on_a_dataset_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    def late(rows: dict[str, Any]) -> dict[str, Any]:
+        """The first block takes longest, so that without `preserve_order` it doesn't come first."""
+        time.sleep(2.0 if rows["id"][0] == 0 else 0.0)
+        return rows
+
+    def steps_of(name: str, times: int = 1) -> list[list[Any]]:
+        """What each rank does: step, loss and rows."""
+        text = BLOCKS[2].replace('"/shared/runs"', repr(str(tmp_path))).replace("on-a-dataset", name)
+        text = text.replace("        if step % 5 == 0:", f"{RECORD}        if step % 5 == 0:")
+        text = text.replace("override_num_blocks=8)", "override_num_blocks=8).map_batches(late)")
+        for _ in range(times):
+            names: dict[str, Any] = {"late": late}
+            exec(text, names)
+        if times == 1:
+            assert names["result"].metrics["step"] == 20
+            assert names["result"].checkpoint.path.endswith("step-00000020")
+        files = (tmp_path / f"{name}-{rank}.jsonl" for rank in (0, 1))
+        return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+
+    whole = steps_of("whole")
+    (tmp_path / "killed-kill").touch()
+    killed = steps_of("killed", 2)  # the second time there is nothing left to do
+    assert not (tmp_path / "killed-kill").exists()
+    for steps, again in zip(whole, killed, strict=True):
+        assert [step for step, *_ in steps] == list(range(1, 21))
+        rows = [row for *_, batch in steps for row in batch]
+        assert rows == sorted(rows)
+        assert [step for step, *_ in again] in ([*range(1, n + 1), *range(11, 21)] for n in (11, 12))
+        assert all(one == steps[one[0] - 1] for one in again)
+    assert sorted(row for steps in whole for *_, batch in steps for row in batch) == list(range(400))
