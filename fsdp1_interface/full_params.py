@@ -11,8 +11,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from fsdp1_interface.shard import reshard_all
 from fsdp1_interface.sharding import unit_of
-from fsdp1_interface.states import first_rank, require_own, reshard_all, shard_like
+from fsdp1_interface.states import first_rank, require_own, shard_like
 
 
 @contextlib.contextmanager
@@ -57,8 +58,7 @@ def full_params(
     units = [module for module in root.modules() if isinstance(module, FSDPModule)]
     owners_held = {owner for owner, *_ in held}
     # The outermost first, which may hold none of them itself.
-    gathered = [unit for unit in units if owners_held & set(unit.modules())]
-    hooks = [_without_hooks(unit) for unit in gathered]
+    hooks = [_without_hooks(unit) for unit in units if owners_held & set(unit.modules())]
     try:
         for owner, name, _, whole in held:
             owner.register_parameter(name, whole)
@@ -80,21 +80,20 @@ def _without_hooks(unit: FSDPModule) -> Callable[[], None]:
     known, state = unit_of(unit), unit._get_fsdp_state()
     if known is not None and known.is_root:
         state._lazy_init()  # else units below it would take themselves for the outermost one
-    before, first = unit._forward_pre_hooks, state._pre_forward_hook_handle.id
-    after, last = unit._forward_hooks, state._post_forward_hook_handle.id
-    gathers, frees = before.pop(first), after.pop(last)
-    if known is not None:
-        known.summoned = True
+    hooks = (
+        (unit._forward_pre_hooks, state._pre_forward_hook_handle.id),
+        (unit._forward_hooks, state._post_forward_hook_handle.id),
+    )
+    own = [held[number] for held, number in hooks]
 
-    def put_back() -> None:
-        others = dict(before)
-        before.clear()
-        before.update({first: gathers, **others})  # it stands before all others
-        after[last] = frees
+    def put(some: list[Any], summoned: bool) -> None:
+        for (held, number), hook in zip(hooks, some, strict=True):
+            held[number] = hook  # in its place: the order decides what other hooks meet
         if known is not None:
-            known.summoned = False
+            known.summoned = summoned
 
-    return put_back
+    put([lambda *_: None] * len(own), True)
+    return lambda: put(own, False)
 
 
 @torch.no_grad()

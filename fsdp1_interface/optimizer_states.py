@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 
 from fsdp1_interface.arguments import Unsupported
 from fsdp1_interface.explain import say
+from fsdp1_interface.shard import reshard_all
 from fsdp1_interface.sharding import unit_of
-from fsdp1_interface.states import as_kind, first_rank, plain, reshard_all, settings_of, shard_like
+from fsdp1_interface.states import as_kind, first_rank, plain, settings_of, shard_like
 
 State = dict[str, Any]
 

@@ -113,11 +113,18 @@ def _expect_whole_gradient(module: nn.Module, args: Any) -> None:
 
 
 def _shard_after_evaluation(module: nn.Module, args: Any, output: Any) -> None:
-    """FSDP2 leaves the root gathered after a forward without gradients; what is written to its parameters would be
-    lost. FSDP1's are its shards again."""
+    """FSDP2 leaves the root, and what isn't resharded after its forward, gathered after one without gradients; what is
+    written to its parameters would be lost. FSDP1's are shards again."""
     unit = unit_of(module)
-    if isinstance(module, FSDPModule) and unit is not None and unit.is_root and not torch.is_grad_enabled():
-        module.reshard()
+    if unit is not None and unit.is_root and not torch.is_grad_enabled():
+        reshard_all(module)
+
+
+def reshard_all(module: nn.Module) -> None:
+    """So that every parameter is a DTensor: the root stays gathered after a forward without a backward."""
+    for inner in module.modules():
+        if isinstance(inner, FSDPModule):
+            inner.reshard()
 
 
 def _cast_inputs_of_root(module: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
-    FSDPModule,
     FullOptimStateDictConfig,
     FullStateDictConfig,
     FullyShardedDataParallel,
@@ -24,6 +23,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp1_interface.arguments import Unsupported
 from fsdp1_interface.explain import say
+from fsdp1_interface.shard import reshard_all
 from fsdp1_interface.sharding import Unit, unit_of
 
 CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
@@ -126,13 +126,6 @@ def register_hooks(module: nn.Module) -> nn.Module:
     module.register_state_dict_post_hook(_after_state_dict)
     module.register_load_state_dict_pre_hook(_before_load)
     return module
-
-
-def reshard_all(module: nn.Module) -> None:
-    """So that every parameter is a DTensor: the root stays gathered after a forward without a backward."""
-    for inner in module.modules():
-        if isinstance(inner, FSDPModule):
-            inner.reshard()
 
 
 def plain(name: str) -> str:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
 from tests.harness import Ranks
-from tests.migrate.fsdp1_models import CPU, Net, build, needs_fsdp1_to_gather, policy, real, shim
+from tests.migrate.fsdp1_models import CPU, Net, batches, build, needs_fsdp1_to_gather, policy, real, shim
 
 
 def outputs() -> None:
@@ -71,6 +73,39 @@ def outputs_of_a_root_without_parameters() -> None:
 
 def test_a_root_may_hold_none_of_them(ranks: Ranks) -> None:
     ranks.run(outputs_of_a_root_without_parameters)
+
+
+def clipped_after_evaluations(strategy: str, summon: bool) -> None:
+    """As of a critic whose weights are kept small: what is written to parameters behind an evaluation counts."""
+    cls, small = shim().FullyShardedDataParallel, 0.05
+    model = build(shim(), auto_wrap_policy=policy("transformer"), sharding_strategy=ShardingStrategy[strategy])
+    torch.manual_seed(0)
+    alone = Net()
+    if summon:
+        with cls.summon_full_params(model):
+            pass
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (model, alone)]
+    for seed in range(4):
+        mine, *both = (batches(1, of)[0] for of in (2 * seed + dist.get_rank(), 2 * seed, 2 * seed + 1))
+        nn.functional.cross_entropy(model(mine[0]), mine[1]).backward()
+        for inputs, labels in both:
+            (nn.functional.cross_entropy(alone(inputs), labels) / 2).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            torch.testing.assert_close(model(both[0][0]), alone(both[0][0]))
+            for parameter in (*model.parameters(), *alone.parameters()):
+                parameter.clamp_(-small, small)
+    with cls.summon_full_params(model):
+        for found, expected in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("summon", [True, False])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+def test_what_is_written_after_an_evaluation_stays(ranks: Ranks, strategy: str, summon: bool) -> None:
+    ranks.run(clipped_after_evaluations, strategy, summon)
 
 
 def refusals() -> list[str]:
