@@ -284,6 +284,18 @@ def test_an_export_that_cant_merge_advises_no_merging_elsewhere() -> None:
     assert "merge_and_unload" not in str(caught.value)
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int8])
+def test_adapters_of_a_type_that_none_has_are_refused(dtype: torch.dtype) -> None:
+    names = [f"layers.0.q.lora_{half}.default.weight" for half in "AB"]
+    shapes = dict(zip(names, ((2, 4), (4, 2)), strict=True))
+    tensors = {name: torch.empty(shape, device="meta", dtype=dtype) for name, shape in shapes.items()}
+    ours = Source("a place", tensors, [], {name: (name,) for name in names}, lambda name: torch.zeros(shapes[name]))
+    name = "layers.0.q.weight"
+    base = Source("b", {name: torch.empty(4, 4, device="meta")}, [], {name: (name,)}, lambda _: torch.zeros(4, 4))
+    with pytest.raises(Refused, match=f"describes: those of layers.0.q are {dtype}"):
+        merged(ours, base, Adapters(b"", "base", 2, 1.0, ("q",), False))
+
+
 def test_averages_that_no_checkpoint_would_hold_are_refused() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     with pytest.raises(ValueError, match="--lora: training changes the averages"):

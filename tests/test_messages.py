@@ -226,3 +226,70 @@ def test_a_mark_counts_where_its_text_is_printed(tmp_path: Path, before: str, ar
     # A comment alone marks nothing, so answers are found without marks.
     plain = f"{{# {{% generation %}} #}}{PLAIN}"
     assert learned(Chat(str(make_tokenizer(tmp_path / "plain", plain))), talk("hello", "hi")) == "hi<|end|>\n"
+
+
+SPLIT = "{{ message.content.split('</think>')[-1] }}"
+THOUGHTS = ("<think>\nI add 0 to 0.\n</think>\n\nIt is 0.", "<think>I add 0 to 0.</think>It is 0.")
+
+
+@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.parametrize("content", THOUGHTS)
+def test_a_piece_of_a_content_that_a_template_cuts_off_is_refused(tmp_path: Path, content: str, marked: bool) -> None:
+    """As the first template of R1's distilled models does with thoughts: a model would learn not to have any."""
+    pytest.importorskip("transformers")
+    cuts = (GENERATION if marked else PLAIN).replace("{{ message.content }}", SPLIT)
+    chat = Chat(str(make_tokenizer(tmp_path / "cuts", cuts)))
+    assert learned(chat, talk("What is 0 + 0?", "It is 0.")) == "It is 0.<|end|>\n"
+    for line in (talk("What is 0 + 0?", content), talk("What?", content, "So?", "Yes.")):
+        with pytest.raises(
+            UnusableText, match=r"its message 2 \(assistant\) has 'I add 0 to 0.', and the chat template"
+        ):
+            encoded(chat, line)
+
+
+@pytest.mark.parametrize("content", THOUGHTS)
+def test_thoughts_of_earlier_answers_may_be_left_out(tmp_path: Path, content: str) -> None:
+    """As Qwen 3's template does: a model that goes on doesn't see them either."""
+    pytest.importorskip("transformers")
+    last = "{{ message.content if loop.last else message.content.split('</think>')[-1] }}"
+    chat = Chat(str(make_tokenizer(tmp_path / "last", GENERATION.replace("{{ message.content }}<", f"{last}<"))))
+    expected = content.split("</think>")[-1] + "<|end|>" + content + "<|end|>"
+    assert learned(chat, talk("a", content, "b", content)).replace("<|end|>\n", "<|end|>") == expected
+
+
+FIRST = "{{ message.content if message.content is string else message.content[0].text }}"
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_all_parts_of_a_content_are_printed_or_it_is_refused(tmp_path: Path, marked: bool) -> None:
+    """Gemma 3's template prints the first part of a system's alone."""
+    pytest.importorskip("transformers")
+    parts = [{"type": "text", "text": text} for text in ("row 0", "and more")]
+    template = GENERATION if marked else PLAIN
+    chat = Chat(str(make_tokenizer(tmp_path / "text", template.replace("{{ message.content }}", FIRST))))
+    for one in (parts[:1], parts):  # which of them comes first doesn't decide
+        assert learned(chat, talk("a", one)) == "\n".join(part["text"] for part in one) + "<|end|>\n"
+    first = template.replace("{{ message.content }}", "{{ message.content[0].text }}")
+    chat = Chat(str(make_tokenizer(tmp_path / "first", first)))
+    assert learned(chat, talk(parts[:1], parts[:1])) == "row 0<|end|>\n"
+    with pytest.raises(UnusableText, match=r"its message 2 \(assistant\) has 'and more', and the chat template prints"):
+        encoded(chat, talk(parts[:1], parts))
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_each_call_and_each_tool_is_printed_or_refused(tmp_path: Path, marked: bool) -> None:
+    pytest.importorskip("transformers")
+    one = "{% for tool in (tools or [])[:1] %}{{ tool.function.name }};{% endfor %}" + (GENERATION if marked else PLAIN)
+    call = "{% for call in (message.tool_calls or [])[:1] %}{{ call.function.name }}{% endfor %}<"
+    chat = Chat(str(make_tokenizer(tmp_path / "one", one.replace("{{ message.content }}<", call))))
+    calls = [{"type": "function", "function": {"name": name, "arguments": {}}} for name in ("weather", "time")]
+    line = talk("", "")
+    line["messages"][1] |= {"tool_calls": calls[:1]}
+    assert learned(chat, {**line, "tools": TOOLS}) == "weather<|end|>\n"
+    with pytest.raises(UnusableText, match="has tools, and the chat template prints none of it"):
+        encoded(chat, {**line, "tools": [*TOOLS, {"type": "function", "function": {"name": "time"}}]})
+    line["messages"][1] |= {"tool_calls": calls}
+    with pytest.raises(
+        UnusableText, match=r"message 2 \(assistant\) has tool_calls, and the chat template prints none"
+    ):
+        encoded(chat, line)

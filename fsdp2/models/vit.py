@@ -83,15 +83,10 @@ def splits() -> Mapping[str, Any]:
     return {name: Locally() for name in whole} | split
 
 
+def _widths(size: Mapping[str, Any], _: int) -> dict[str, int]:
+    return {"mlp_dim": size["mlp_dim"]}
+
+
 SPEC = ModelSpec(
-    "vit",
-    "image",
-    SIZES,
-    make,
-    blocks,
-    INITIAL_VALUES,
-    loss,
-    attentions=BY_TORCH,
-    splits=splits,
-    split_sizes=lambda size, _: {"mlp_dim": size["mlp_dim"]},
+    "vit", "image", SIZES, make, blocks, INITIAL_VALUES, loss, attentions=BY_TORCH, splits=splits, split_sizes=_widths
 )

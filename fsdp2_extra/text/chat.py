@@ -26,7 +26,7 @@ from fsdp2.units import install, printable
 from fsdp2_extra.foreign.code import installed_code_only
 from fsdp2_extra.text.auto_tokenizer import opened
 from fsdp2_extra.text.forms import Fields, one_form
-from fsdp2_extra.text.messages import PLAIN, Contents, conversation, encoded_twice, unseen, with_objects
+from fsdp2_extra.text.messages import PLAIN, Contents, conversation, encoded_twice, left_out, with_objects
 from fsdp2_extra.text.rows import Row
 from fsdp2_extra.text.tokenizer import foreign
 from fsdp2_extra.text.tokenizer_file import DECLARING, FromFile
@@ -142,12 +142,17 @@ class Chat:
             return render(some) == text
 
         have = {part: [at for at, one in enumerate(messages) if one.get(part)] for one in messages for part in one}
-        tried = [("tool_calls", [at]) for at in have.get("tool_calls", [])]
-        tried += [("content", [at]) for at in unseen(messages, text, render)]
-        tried += [(part, places) for part, places in sorted(have.items()) if places and part not in PLAIN]
-        found = [(part, places[0]) for part, places in tried if unprinted(part, places)]
-        what = [f"its message {at + 1} ({messages[at]['role']}) has {part}" for part, at in found]
-        if what := what or ["has tools"] * bool(tools and render(messages, None) == text):
+        tried = [(part, places) for part, places in sorted(have.items()) if places and part not in PLAIN]
+        found = [(places[0], part) for part, places in tried if unprinted(part, places)]
+        for at in have.get("tool_calls", []):  # of several, or of tools, a template may print the first alone
+            fewer_calls = [{**messages[at], "tool_calls": fewer} for fewer in _one_less(messages[at]["tool_calls"])]
+            if any(render([*messages[:at], fewer, *messages[at + 1 :]]) == text for fewer in fewer_calls):
+                found.append((at, "tool_calls"))
+        found += [one] if (one := left_out(messages, text, render)) else []
+        what = [f"its message {at + 1} ({messages[at]['role']}) has {part}" for at, part in found]
+        without = [fewer for tool, fewer in zip(tools or [], _one_less(tools), strict=True) if _name(tool) not in text]
+        without += [[]] * bool(tools)
+        if what := what or ["has tools"] * any(render(messages, fewer or None) == text for fewer in without):
             raise UnusableText(
                 f"{where}: {printable(what[0][:80])}, and the chat template prints none of it; give a template that "
                 "does, or leave it out"
@@ -203,6 +208,18 @@ class Chat:
                 fix = "name what the chat template prints, such as bos_token, in tokenizer_config.json"
                 raise UnusableText(f"{self._folder}: transformers can't open its tokenizer ({reason}); {fix}") from None
         return self._loaded
+
+
+def _one_less(given: list[Any] | None) -> Iterator[list[Any]]:
+    """The lists that lack one of the given."""
+    given = given or []
+    return ([*given[:at], *given[at + 1 :]] for at in range(len(given)))
+
+
+def _name(tool: dict[str, Any]) -> str:
+    """The name of a tool, which a template that prints the tool prints; "" is in each text."""
+    function = tool.get("function", tool)
+    return str(function.get("name", "")) if isinstance(function, dict) else ""
 
 
 def open_chat(folder: str, fields: Fields | None = None) -> Chat:

@@ -26,6 +26,9 @@ CALLED = {**ROLES, **dict.fromkeys(("model", "bot", "ai"), "assistant")}
 # Keys of messages that hold nothing to learn, or are looked at one by one. A template has to print any other.
 PLAIN = {"role", "content", "tool_calls", "name", "tool_call_id", *LEARNED}
 PLAIN |= {"id", "uuid", "index", "type", "model", "source", "date", "timestamp", "created_at", "language", "metadata"}
+# What ends a piece of a content: a line, and a tag, as <think> or [THINK]. So many are left out of a content singly.
+PIECES, MOST_PIECES = re.compile(r"\n|<[^<>\n]*>|\[[^\[\]\n]*\]"), 16
+MARKS = ("part", "more")  # with a message's place, what stands for its content
 # As Python and JSON show a part of a content.
 SHOWN_PART = re.compile(r"""['"]text['"]\s*:\s*['"]part\d+of""")
 
@@ -144,21 +147,41 @@ def encoded_twice(texts: list[str], shown: str) -> bool:
     return any(json.dumps(text, ensure_ascii=ascii) in shown for text in texts for ascii in (False, True))
 
 
-def unseen(messages: list[Any], text: str, render: Callable[[list[Any]], str]) -> list[int]:
-    """The places of messages of whose contents a template seems to print nothing in its text of them.
+def left_out(messages: list[Any], text: str, render: Callable[[list[Any]], str]) -> tuple[int, str] | None:
+    """The place of a message of whose content a template prints nothing in its text, or leaves a piece out, and what.
 
-    `render` gives that of others. A content that stands there as often as messages have it is seen.
+    A piece is a line, or what stands in it beside a tag, as of thoughts. What changes nothing when it is removed isn't
+    printed. A template may leave out thoughts of earlier answers: with pieces, a message is tried as the last one, too.
+
+    Args:
+        render: gives the text of other messages.
     """
-    given = {at: str(_joined(one.get("content", ""), at)).strip() for at, one in enumerate(messages)}
-    texts = [content for content in given.values() if content]
-    if all(text.count(content) == texts.count(content) for content in texts):
-        return []
+    contents = [str(_joined(one.get("content", ""), at)).strip() for at, one in enumerate(messages)]
+    for at, (message, whole) in enumerate(zip(messages, contents, strict=True)):
+        if text.count(whole) == sum(one.count(whole) for one in contents) or not whole:
+            continue
+        pieces = [piece for part in PIECES.split(whole) if (piece := part.strip())] or [whole]
+        missing = [] if _there(whole, text) else [piece for piece in pieces if not _there(piece, text)]
+        tried = [missing, *([piece] for piece in missing[:MOST_PIECES])] if 0 < len(missing) < len(pieces) else [pieces]
+        for some in tried:
+            changed = [*messages[:at], {**message, "content": _without(message["content"], some)}]
+            if render([*changed, *messages[at + 1 :]]) == text:
+                if some is pieces:
+                    return at, "content"
+                if render(changed) == render(messages[: at + 1]):
+                    return at, repr(some[0])
+    return None
 
-    def marked(content: Any, at: int) -> Any:
-        return [*content, *_in_parts(f"part{at}of", at)] if isinstance(content, list) else f"{content} part{at}of"
 
-    shown = render(_changed(messages, marked)).lower()
-    return [at for at in given if given[at] and f"part{at}of" not in shown] if shown else []
+def _there(piece: str, text: str) -> bool:
+    """Return whether a text holds a piece, as it is or as a JSON string."""
+    return piece in text or any(json.dumps(piece, ensure_ascii=ascii)[1:-1] in text for ascii in (False, True))
+
+
+def _without(content: Any, pieces: list[str]) -> Any:
+    if isinstance(content, list):
+        return [{**part, "text": _without(part["text"], pieces)} for part in content]
+    return re.sub("|".join(map(re.escape, sorted(pieces, key=len, reverse=True))), "", content)
 
 
 class Contents:
@@ -185,10 +208,11 @@ class Contents:
 
 
 def _marked(messages: list[Any]) -> list[Any]:
-    """Messages whose contents are marks, in the form that each has."""
+    """Messages whose contents are marks, in the form that each has: two parts, of which some print the first alone."""
 
     def marked(content: Any, at: int) -> Any:
-        return [{"type": "text", "text": f"part{at}of"}] if isinstance(content, list) else f"part{at}of"
+        two = [{"type": "text", "text": f"{part}{at}of"} for part in MARKS]
+        return two if isinstance(content, list) else f"part{at}of"
 
     return _changed(messages, marked)
 
@@ -204,7 +228,7 @@ def _printed(messages: list[Any], render: Callable[[list[Any]], str]) -> int:
     with suppress(Exception):  # of the template, which is a program of its own
         text = render(messages).lower()
         if not SHOWN_PART.search(text):
-            return sum(f"part{at}of" in text for at in range(len(messages)))
+            return sum(f"{part}{at}of" in text for at in range(len(messages)) for part in MARKS)
     return -1
 
 

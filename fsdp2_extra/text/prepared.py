@@ -26,7 +26,7 @@ from fsdp2_extra.text.rows import Row
 from fsdp2_extra.text.tokenizer import Tokenizer
 from fsdp2_extra.text.windows import Conversations, Documents
 
-FORMAT = 14
+FORMAT = 15
 META = "meta.json"
 SPLITS = ("train", "test")
 NAMED = 10  # conversations that a refusal names

@@ -322,6 +322,17 @@ def test_diff_knows_every_type(cli: Cli, tmp_path: Path, dtype: torch.dtype) -> 
     assert "x: 1 of 3 values differ, by at most 2\n" in cli("diff", tmp_path / "a.pt", tmp_path / "b.pt")[1]
 
 
+def test_pairs_of_numbers_of_4_bits_are_compared_and_copied(cli: Cli, tmp_path: Path) -> None:
+    for name, last in (("a", 0x7F), ("b", 0x4F)):  # 6 and -6 in a byte, and 2 and -6
+        packed = torch.tensor([0x00, 0x12, last], dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+        torch.save({"x": packed}, tmp_path / f"{name}.pt")
+    assert cli("diff", tmp_path / "a.pt", tmp_path / "a.pt")[0] == 0
+    assert "x: 1 of 3 values differ, by at most 4\n" in cli("diff", tmp_path / "a.pt", tmp_path / "b.pt")[1]
+    for form in ("pt", "dcp"):
+        assert cli("export", tmp_path / "a.pt", tmp_path / form, "--format", form)[0] == 0
+        assert cli("diff", tmp_path / "a.pt", tmp_path / form)[0] == 0
+
+
 # --- places ----------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from fsdp2.config import parse
 from fsdp2.options.errors import ConfigError
 from fsdp2.train import main
 from fsdp2_extra.models.causal import same
-from tests.harness import forget_models, losses
+from tests.harness import forget_models, losses, main_in_ranks
 from tests.others.common import MODELS, WORDS, flags
 
 SMALL = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -67,6 +68,17 @@ def test_an_encoder_is_refused_with_what_to_set_however_deep_it_is(tmp_path: Pat
 def test_a_model_that_sees_what_it_is_to_predict_is_refused_whatever_it_says_of_itself(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="it sees the tokens that it is to predict, since a later token changes"):
         trained(tmp_path / "model", XLNET, *WORDS)
+
+
+def test_weights_that_are_nan_tell_nothing_of_what_a_model_sees(tmp_path: Path) -> None:
+    """A run goes on with them where --on-nonfinite lets it, as other models' do."""
+    diverges = [words(tmp_path), "--optimizer=sgd", "--lr=1000", "--clip-grad-norm=off", "--schedule=constant"]
+    diverges += ["--warmup-steps=0", "--on-nonfinite=continue", "--checkpoint-every=1", "--chunked-loss=16"]
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(PYTHIA))
+    line = flags(f"hf:{tmp_path / 'model'}", tmp_path / "run", *diverges, "--strategy=none", "--init-from=scratch")
+    for steps in (6, 7):
+        assert math.isnan(losses(main_in_ranks([*line, "--no-save-model", f"--max-steps={steps}"]))[-1])
 
 
 def test_experts_that_round_differently_see_no_other_document(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fsdp2.checkpoint.disk import temporary_folder
@@ -113,6 +114,8 @@ def local_copy(folder: Files, name: str, stack: ExitStack) -> Path:
 
 
 def comparable(block: Tensor) -> Tensor:
-    """Torch has no comparison for the 8-bit floating point types, nor for all unsigned ones."""
-    small = block.is_floating_point() and block.itemsize == 1
-    return block.float() if small else block
+    """Torch has no comparison for the 8-bit floating point types; nor for two of 4 bits, which become a complex one."""
+    if block.dtype == torch.float4_e2m1fn_x2:
+        pair, values = block.view(torch.uint8).int(), torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+        return torch.complex(*(torch.cat([values, -values])[half] for half in (pair & 15, pair >> 4)))
+    return block.float() if block.is_floating_point() and block.itemsize == 1 else block
