@@ -170,6 +170,7 @@ def left_out(messages: list[Any], text: str, render: Callable[[list[Any]], str])
                     return at, "content"
                 if render(changed) == render(messages[: at + 1]):
                     return at, repr(some[0])
+                break
     return None
 
 
