@@ -222,14 +222,18 @@ def _fast_path(before: Record, after: Record, first: Difference) -> Cause | None
     return (why, "slow") if before.facts()["fast"] and first.what == "loss" else None
 
 
-def _one_moment(before: Record, after: Record, first: Difference) -> Cause | None:
-    saved = [one["step"] for rank in range(len(before.ranks)) for one in before.of(rank, "moments")]
-    if not saved or first.step < min(saved):
-        return None
-    return (
-        "a fault of FSDP1: on a CPU the state of its optimizer, as it is loaded again, has one tensor for both moments",
-        "moments",
-    )
+def _since(kind: str, why: str, cure: str | None = None) -> Rule:
+    """The cause of what is other from the step on in which BEFORE met a fault of FSDP1."""
+
+    def rule(before: Record, after: Record, first: Difference) -> Cause | None:
+        met = [one["step"] for rank in range(len(before.ranks)) for one in before.of(rank, kind)]
+        return (f"a fault of FSDP1{why}", cure) if met and first.step >= min(met) else None
+
+    return rule
+
+
+_one_moment = _since("moments", ": on a CPU its optimizer's state, saved, has one tensor for both moments", "moments")
+_lost = _since("lost", " (FC27): what is written after an evaluation is lost, as it goes on with what that gathered")
 
 
 def _low_loss(before: Record, after: Record, first: Difference) -> Cause | None:
@@ -250,7 +254,7 @@ def _left(before: Record, after: Record, first: Difference) -> Cause | None:
     return f"in AFTER {LEFT}", None
 
 
-def _other_samples(before: Record, after: Record, first: Difference) -> Cause | None:
+def _samples(before: Record, after: Record, first: Difference) -> Cause | None:
     if first.what != "samples":
         return None
     by = next(source for source in before.sources if source in after.sources)
@@ -282,7 +286,7 @@ def _times(before: Record, after: Record, first: Difference) -> Cause | None:
 
 
 CAUSES: list[Rule] = [_clipping, _low_loss, _shared_input, _accumulation, _fast_path]
-FAULTS = [_seeds, _other_samples, _times, _kept_gathered, _never_together, _one_moment, _fast_path, _left, _low_loss]
+FAULTS = [_seeds, _samples, _times, _kept_gathered, _never_together, _one_moment, _lost, _fast_path, _left, _low_loss]
 
 
 def _table(before: Record, after: Record) -> list[dict[str, Any]]:

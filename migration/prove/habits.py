@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data import DataLoader
 
 from migration.checkpoints.names import stripped
@@ -62,6 +63,16 @@ def is_reordered(loader: DataLoader[Any]) -> bool:
 def whole_gradients(parameters: Iterable[Tensor]) -> bool:
     """Return whether a gradient has another shape than its parameter: FSDP1's, that was never reduced and sharded."""
     return any(one.grad is not None and one.grad.shape != one.shape for one in parameters)
+
+
+def stale(module: nn.Module) -> bool:
+    """Return whether a unit of FSDP1 still has values that it gathered before its shards were changed."""
+    handle: Any = module._handle if isinstance(module, FullyShardedDataParallel) else None
+    own = getattr(handle and handle.flat_param, "_local_shard", None)  # from the first forward on
+    if own is None or not handle.uses_sharded_strategy or handle.needs_unshard():
+        return False
+    gathered = handle._get_padded_unsharded_flat_param().chunk(handle.world_size)[handle.rank]
+    return not torch.equal(gathered, own.to(gathered))
 
 
 def norms_of(root: nn.Module) -> list[str]:

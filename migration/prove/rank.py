@@ -87,7 +87,7 @@ def without_dropout() -> ExitStack:
     return stack
 
 
-def _fsdp1_with(change: Callable[[dict[str, Any]], None]) -> ExitStack:
+def _fsdp1_with(change: Callable[[dict[str, Any]], None]) -> AbstractContextManager[Any]:
     theirs = FullyShardedDataParallel.__init__
     signature = inspect.signature(theirs)
 
@@ -96,9 +96,7 @@ def _fsdp1_with(change: Callable[[dict[str, Any]], None]) -> ExitStack:
         change(given)
         theirs(**given)
 
-    stack = ExitStack()
-    stack.enter_context(mock.patch.object(FullyShardedDataParallel, "__init__", replacement))
-    return stack
+    return mock.patch.object(FullyShardedDataParallel, "__init__", replacement)
 
 
 def _resharding(given: dict[str, Any]) -> None:

@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import BatchSampler, DataLoader
 
 from migration.prove.fingerprint import rows
-from migration.prove.habits import Habits, is_reordered, norms_of, whole_gradients
+from migration.prove.habits import Habits, is_reordered, norms_of, stale, whole_gradients
 from migration.prove.parts import Cuts, Part, buffers, described, dtypes, fsdp_facts, parts, roots, split_otherwise
 
 LOW = (torch.bfloat16, torch.float16)
@@ -50,6 +50,7 @@ class Recorder:
     unreduced: before a step a gradient had another shape than its parameter. It ends the record.
     forward: a model with parameters was called.
     moments: FSDP1 gave an optimizer's state in which one tensor stands for several.
+    lost: a unit of FSDP1 was called with values that are older than its shards.
     zero: gradients were set to zero; `left`: a model did so, and some that an optimizer holds are still there.
     backward: `value`, the sum of what is passed to it; whether it is `low`, of 16 bits.
     clip: the `norm` that torch's or FSDP1's clipping returned; whether it is `low`, of gradients of 16 bits.
@@ -221,6 +222,8 @@ class Recorder:
         self._calls += 1
         if not self._in_backward and self._habits.called(module, outermost=self._calls == 1, first_step=self.step == 1):
             self.write("evaluates")
+        if not self._in_backward and stale(module):
+            self.write("lost")
         self._facts["fast"] |= isinstance(module, nn.TransformerEncoderLayer) and not module.training
         training = torch.is_grad_enabled() and not self._in_backward  # where it would be recomputed
         if self._calls == 1 and training and any(one.requires_grad for one in module.parameters()):

@@ -53,10 +53,10 @@ def _summary(result: Result, left: int, written: bool) -> None:
     )
     faults = ", and losses may differ by a fault of FSDP1, named above" if result.faults else ""
     print(f"fsdp2: {done}, {decide}{faults}", file=sys.stderr)
-    if any(problem.blocking for problem in result.undecided):
+    for path in dict.fromkeys(problem.module.path for problem in result.undecided if problem.blocking):
         print(
-            "fsdp2: a constructor has to be decided first, so nothing but comments is added; change what they say and "
-            "run this again",
+            f"fsdp2: {printable(str(path))}: a constructor has to be decided first, so nothing but comments is added "
+            "there; change what they say and run this again",
             file=sys.stderr,
         )
     if not written and count:

@@ -15,6 +15,7 @@ REDUCING = ("norm", "vector_norm", "sum", "max", "min", "amax", "isnan", "isinf"
             "count_nonzero")  # fmt: skip
 SAME_ELEMENTS = ("detach", "float", "double", "abs", "pow", "square", "clone", "cpu", "to", "flatten", "view",
                  "reshape")  # fmt: skip
+SHARDED_AGAIN = "the interface shards a model again after an evaluation without gradients; else unit.reshard() first"
 SHAPES = ("ndim", "dim", "shape", "size")
 
 
@@ -206,7 +207,7 @@ def move(scene: Scene) -> list[Undecided]:
             if not isinstance(call.func, cst.Attribute) or not changed_by_hand(scene, module, call.func):
                 continue
             if scene.interface:  # where models are sharded again after an evaluation
-                scene.take("FC27", call, module, KEPT)
+                scene.take("FC27", call, module, KEPT, SHARDED_AGAIN)
             else:
                 why = "what is written to a group that an evaluation has left gathered is lost"
                 problems.append(Undecided("FC27", why, call, module, blocking=False))

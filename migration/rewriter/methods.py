@@ -93,7 +93,8 @@ def _method(scene: Scene, module: Module, node: cst.Attribute, name: str) -> Non
     called = module.parent(node)
     code = ROWS[f"{CLASS}.{name}()"].code
     if not scene.is_model(node.value, module):
-        own = any(where.named(cst.FunctionDef, name) for where in scene.modules)
+        library = re.compile(rf"(?<![\w.]){re.escape(module.code(node.value))}(:.*)? = [\w.]*Accelerator\(")
+        own = any(where.named(cst.FunctionDef, name) or library.search(where.text) for where in scene.modules)
         if not own and not any(imported for _, imported in module.qualified(node)):
             raise Undecided(code, f"which model {module.code(node.value)} is turns out at run time", node, module)
         return

@@ -29,8 +29,8 @@ class Rewriting:
     def edits(self, module: Module) -> Edits:
         return self._edits.setdefault(id(module), Edits(module))
 
-    def take(self, code: str, node: cst.CSTNode, module: Module, outcome: str = MOVED) -> None:
-        self.account.append(Taken(code, node, module, outcome))
+    def take(self, code: str, node: cst.CSTNode, module: Module, outcome: str = MOVED, why: str = "") -> None:
+        self.account.append(Taken(code, node, module, outcome, why))
 
     def code(self, node: cst.CSTNode, module: Module) -> str:
         return self.edits(module).code(node)

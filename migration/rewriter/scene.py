@@ -40,8 +40,8 @@ class Scene:
     def edits(self, module: Module) -> Edits:
         return self.rewriting.edits(module)
 
-    def take(self, code: str, node: cst.CSTNode, module: Module, outcome: str = MOVED) -> None:
-        self.rewriting.take(code, node, module, outcome)
+    def take(self, code: str, node: cst.CSTNode, module: Module, outcome: str = MOVED, why: str = "") -> None:
+        self.rewriting.take(code, node, module, outcome, why)
 
     def symbol(self, node: cst.CSTNode, module: Module) -> str | None:
         """FSDP1's name for an expression; its static methods may be called on a model too."""

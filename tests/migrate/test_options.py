@@ -114,6 +114,13 @@ def test_what_the_rows_recommend_exists() -> None:
     assert hasattr(DeviceMesh, "from_group")
 
 
+def test_both_rows_about_recomputation_say_the_same() -> None:
+    """After sharding it works, as `tests/rewriter/scripts/` shows with equal losses."""
+    for row in (row for row in TABLE if row.code in ("FX02", "FC23")):
+        assert row.becomes.startswith("the same")
+        assert "has to" not in row.note
+
+
 def test_each_line_of_a_table_is_a_row() -> None:
     assert sections('## A\n| <a id="fa01"></a>FA01 | `FSDP.module` | `x=…` | exact | a \\| b |\n') == {
         "A": [Row("FA01", "FullyShardedDataParallel.module", "x=…", EXACT, "a | b")]

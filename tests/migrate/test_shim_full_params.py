@@ -10,6 +10,7 @@ from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
+from fsdp1_interface import mixing
 from tests.harness import Ranks
 from tests.migrate.fsdp1_models import CPU, Net, batches, build, needs_fsdp1_to_gather, policy, real, shim
 
@@ -106,6 +107,28 @@ def clipped_after_evaluations(strategy: str, summon: bool) -> None:
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 def test_what_is_written_after_an_evaluation_stays(ranks: Ranks, strategy: str, summon: bool) -> None:
     ranks.run(clipped_after_evaluations, strategy, summon)
+
+
+def swapped_after_a_loss() -> list[str]:
+    """An average's shards take the place of the model's, which is gathered: a forward kept its graph."""
+    model = build(shim(), auto_wrap_policy=policy("transformer"))
+    average = [parameter.detach().clone() for parameter in model.parameters()]
+    model(batches(1)[0][0])
+    with torch.no_grad():
+        first = next(model.parameters())  # the root's
+        with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor") as caught:
+            first.copy_(average[0])
+        mixing.advise(caught.value)
+        for unit in shim().FullyShardedDataParallel.fsdp_modules(model):
+            unit.reshard()
+        for parameter, kept in zip(model.parameters(), average, strict=True):
+            parameter.copy_(kept)
+    return caught.value.__notes__
+
+
+def test_the_error_of_gathered_parameters_names_the_cure(ranks: Ranks) -> None:
+    cure = "for unit in FSDP.fsdp_modules(model): unit.reshard()"
+    assert [len(notes) == 1 and cure in notes[0] for notes in ranks.run(swapped_after_a_loss)] == [True, True]
 
 
 def refusals() -> list[str]:

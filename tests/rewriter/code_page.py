@@ -41,7 +41,7 @@ python -m fsdp2.migrate rewrite --write train.py policies/
   [the table](migration-options.md).
 - `rewrite` leaves what it isn't certain of, and writes a comment above it: `# fsdp2: CODE what there is to decide`. If
   that is a constructor's call, nothing else is changed in the files that belong together: a model is never half moved.
-  Change what the comment says, and run it again. Running it twice changes nothing more.
+  Change what the comment says, delete it, and run it again. Running it twice changes nothing more.
 - The result needs torch alone, and nothing of this package. A few helpers (`no_sync`, `shard_by_size`) are written into
   files that become plain.
 - Notebooks are rewritten cell by cell, accelerate's YAML line by line, its JSON and the `fsdp_config.json` of

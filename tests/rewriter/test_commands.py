@@ -75,6 +75,17 @@ def test_decisions_stand_first_and_what_needs_none_is_counted(
     assert '<a id="fa14"></a>' in page
 
 
+def test_what_is_decided_first_is_said_of_its_file(
+    program: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    blocked = tmp_path / "blocked.py"
+    blocked.write_text(BLOCKED)
+    assert run("rewrite", tmp_path) == 1
+    printed = capsys.readouterr()
+    assert f"+++ b/{program}" in printed.out
+    assert f"fsdp2: {blocked}: a constructor has to be decided first" in printed.err
+
+
 def test_what_waits_is_told_from_what_is_decided_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "blocked.py"
     path.write_text(BLOCKED)

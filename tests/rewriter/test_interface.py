@@ -218,3 +218,12 @@ def test_all_that_is_not_plain_is_listed_by_both_commands(tmp_path: Path, capsys
         said = capsys.readouterr().err
         assert f"not all is plain: {path}:5:39 FA07 it is decided elsewhere, or at run time: write one value" in said
         assert re.search(rf"; {re.escape(str(path))}:6:45 FA08 \w+ \w+", said), "each in words"
+
+
+def test_a_write_that_works_is_not_said_to_be_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "train.py"
+    loop = "    for p in model.parameters():\n        p.clamp_(-1, 1)\n"
+    path.write_text(f"{IMPORT}\n\ndef make(net):\n    model = FSDP(net)\n{loop}")
+    run("check", "--all", path)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if " FC27 [works as it is]" in line]
+    assert "the interface shards a model again after an evaluation" in line

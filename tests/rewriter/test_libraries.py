@@ -145,3 +145,21 @@ def test_both_commands_count_the_same(tmp_path: Path, capsys: pytest.CaptureFixt
     printed = capsys.readouterr()
     assert "2 to decide, " in printed.out
     assert "2 places to decide" in printed.err
+
+
+@pytest.mark.parametrize(
+    "made", ["accelerator = Accelerator", "self.accelerator: Accelerator = accelerate.Accelerator"]
+)
+def test_accelerates_own_methods_are_no_models(tmp_path: Path, made: str) -> None:
+    """In a folder with a program that makes models of FSDP1 itself, where no_sync() may be a model's."""
+    (tmp_path / "fsdp.yaml").write_text(ACCELERATE)
+    assert run("rewrite", "--write", tmp_path) == 0
+    (tmp_path / "plain.py").write_text(
+        "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP\n\nnet = FSDP(build())\n"
+    )
+    name, script = made.split(":")[0].split(" =")[0], tmp_path / "train.py"
+    lines = f"def train(self, net):\n    {made}()\n    with {name}.no_sync(net):\n        {name}.clip_grad_norm_(net)\n"
+    script.write_text(f"import accelerate\nfrom accelerate import Accelerator\n\n\n{lines}")
+    assert {code for _, code, _ in codes(tmp_path)} == {"FC01", "FA01"}
+    script.write_text(script.read_text().replace("Accelerator()", "Other()"))
+    assert {"FM12", "FM13"} < {code for _, code, _ in codes(tmp_path)}

@@ -76,6 +76,12 @@ for step in range(5):
     (model if case == "model-zero" else optimizer).zero_grad()
     loss.backward()
     optimizer.step()
+    if case == "lost-write":
+        with torch.no_grad():
+            model(inputs, False)
+            model.reshard()
+            for parameter in model.parameters():
+                parameter.clamp_(-0.1, 0.1)
     if step == 1 and case.startswith("resumed"):
         set_optimizer_state_dict(model, optimizer, get_optimizer_state_dict(model, optimizer))
 dist.destroy_process_group()

@@ -62,6 +62,11 @@ for step in range(5):
     (model if case == "model-zero" else optimizer).zero_grad()
     loss.backward()
     optimizer.step()
+    if case == "lost-write":
+        with torch.no_grad():
+            model(inputs, False)
+            for parameter in model.parameters():
+                parameter.clamp_(-0.1, 0.1)
     if step == 1 and case.startswith("resumed"):
         state = FSDP.optim_state_dict(model, optimizer)
         optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, state))
