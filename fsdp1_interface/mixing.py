@@ -8,10 +8,9 @@ from types import TracebackType
 
 ADVICE = (
     "A plain tensor stands beside a DTensor, as which FSDP2 has parameters and gradients. Write p.to_local() for this "
-    "rank's part, as FSDP1 had it, or p.full_tensor() on every rank. Parameters that are plain are still gathered, as "
-    "after a forward without its backward: for unit in FSDP.fsdp_modules(model): unit.reshard(). For the norm of "
-    "gradients call model.clip_grad_norm_(max_norm), or torch.nn.utils.get_total_norm(p.grad for p in "
-    "model.parameters()), whose .full_tensor() is of all ranks"
+    "rank's part, as FSDP1 had it, or p.full_tensor() on every rank. A p that is plain is still gathered: for unit in "
+    "FSDP.fsdp_modules(model): unit.reshard(). For the norm of gradients call model.clip_grad_norm_(max_norm), or "
+    "torch.nn.utils.get_total_norm(p.grad for p in model.parameters()), whose .full_tensor() is of all ranks"
 )
 
 

@@ -21,14 +21,13 @@ from migration.checkpoints import optimizer
 from migration.checkpoints.code import Code
 from migration.checkpoints.detect import Piece
 from migration.checkpoints.names import stripped
+from migration.checkpoints.origin import IN_ORDER
 from migration.checkpoints.prove import content
 from migration.checkpoints.tree import Entry, Tree, value_of
 
 FLAT = "_flat_param"
 _ALIGNMENT = 16  # bytes
 NOT_PROVEN = "it was wrapped differently, or is another model's; give all classes that were wrapped with --wrap"
-
-IN_ORDER = "the optimizer's numbers were taken in the order of model.parameters(), with which all sizes agree"
 
 Named = list[tuple[str, torch.Size]]
 

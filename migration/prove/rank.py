@@ -68,7 +68,7 @@ def run_script(settings: dict[str, Any], script: str, arguments: list[str]) -> N
         sys.argv, sys.path[:] = before
 
 
-def without_dropout() -> ExitStack:
+def without_dropout() -> AbstractContextManager[Any]:
     """Masks are drawn on each rank, so that they depend on how many there are."""
 
     def kept(given: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -80,11 +80,8 @@ def without_dropout() -> ExitStack:
         positional = (*arguments[:4], 0.0, *arguments[5:]) if len(arguments) > 4 else arguments
         return attention(*positional, **(named | {"dropout_p": 0.0} if "dropout_p" in named else named))
 
-    stack = ExitStack()
-    for name in DROPOUTS:
-        stack.enter_context(mock.patch.object(nn.functional, name, kept))
-    stack.enter_context(mock.patch.object(nn.functional, "scaled_dot_product_attention", attention_kept))
-    return stack
+    every: dict[str, Any] = {**dict.fromkeys(DROPOUTS, kept), "scaled_dot_product_attention": attention_kept}
+    return mock.patch.multiple(nn.functional, **every)
 
 
 def _fsdp1_with(change: Callable[[dict[str, Any]], None]) -> AbstractContextManager[Any]:
@@ -109,7 +106,7 @@ def _together(given: dict[str, Any]) -> None:
         given.update(sharding_strategy=ShardingStrategy.NO_SHARD, device_mesh=None, process_group=None)
 
 
-def _on_the_device() -> ExitStack:
+def _on_the_device() -> AbstractContextManager[Any]:
     """With two tensors for two moments."""
     wrapper = FullyShardedDataParallel
     theirs = wrapper.optim_state_dict
@@ -120,10 +117,8 @@ def _on_the_device() -> ExitStack:
         with wrapper.state_dict_type(model, kind.state_dict_type, kind.state_dict_config, config):
             return theirs(model, optim)
 
-    stack = ExitStack()
-    for name in ("optim_state_dict", "full_optim_state_dict"):
-        stack.enter_context(mock.patch.object(wrapper, name, staticmethod(replacement)))
-    return stack
+    both: dict[str, Any] = dict.fromkeys(("optim_state_dict", "full_optim_state_dict"), staticmethod(replacement))
+    return mock.patch.multiple(wrapper, **both)
 
 
 # How programs run without what makes them differ. FSDP1 does the same mathematics by a path that hasn't the fault.
