@@ -21,13 +21,14 @@ from migration.checkpoints import optimizer
 from migration.checkpoints.code import Code
 from migration.checkpoints.detect import Piece
 from migration.checkpoints.names import stripped
-from migration.checkpoints.origin import IN_ORDER
 from migration.checkpoints.prove import content
 from migration.checkpoints.tree import Entry, Tree, value_of
 
 FLAT = "_flat_param"
 _ALIGNMENT = 16  # bytes
 NOT_PROVEN = "it was wrapped differently, or is another model's; give all classes that were wrapped with --wrap"
+
+IN_ORDER = "the optimizer's numbers were taken in the order of model.parameters(), with which all sizes agree"
 
 Named = list[tuple[str, torch.Size]]
 
@@ -99,19 +100,25 @@ class Recover:
 
 def layout(unit: Unit, size: int, itemsize: int, ranks: int) -> list[int]:
     """The begin of each parameter of a unit in a flat tensor of that size. Raises Refused if none fits exactly."""
+    if offsets := _offsets(unit, size, itemsize, ranks):
+        return offsets
+    numbers = sum(shape.numel() for _, shape in unit.parameters)
+    raise Refused(
+        f"{unit.prefix}{FLAT} has {size} values, and the parameters below {unit.prefix or 'the root'} in the code "
+        f"{numbers}: {NOT_PROVEN}"
+    )
+
+
+def _offsets(unit: Unit, size: int, itemsize: int, ranks: int) -> list[int]:
     for aligned in (1, _ALIGNMENT // itemsize):
         at, offsets = 0, []
         for _, shape in unit.parameters:
             at += -at % aligned
             offsets.append(at)
             at += shape.numel()
-        if size in (at, at + -at % ranks):
+        if any(size == at + -at % shards for shards in range(1, ranks + 1) if ranks % shards == 0):
             return offsets
-    numbers = sum(shape.numel() for _, shape in unit.parameters)
-    raise Refused(
-        f"{unit.prefix}{FLAT} has {size} values, and the parameters below {unit.prefix or 'the root'} in the code "
-        f"{numbers}: {NOT_PROVEN}"
-    )
+    return []
 
 
 def _entries(unit: Unit, flat: Entry, ranks: int) -> dict[str, Entry]:
@@ -200,10 +207,11 @@ def _optimizer(
         return tree  # by names, or numbered otherwise: whoever reads it will say so
     named = [(name, parameter.shape) for name, parameter in model.named_parameters()]
     if len(numbers) == len(units) and len(units) != len(named):
-        made = [_of_flat(place, number, unit, each) for number, unit in enumerate(units)]
+        made = [_of_unit(place, number, unit, each, flat=True) for number, unit in enumerate(units)]
         names = [[name for number in group for name, _ in units[number].parameters] for group in members]
     elif len(numbers) == len(named) and len(members) == 1:
-        made = [_of_shards(place, number, one, each) for number, one in enumerate(named)]
+        alone = [Unit(f"{one[0]}.", [one]) for one in named]
+        made = [_of_unit(place, number, unit, each, flat=False) for number, unit in enumerate(alone)]
         names = [[named[number][0] for number in group] for group in members]
     else:
         raise Refused(
@@ -230,10 +238,15 @@ def _states(place: TreePath, number: int, each: Sequence[Tree]) -> dict[str, lis
     return kinds
 
 
-def _joined(entries: Sequence[Entry]) -> Entry:
+def _joined(entries: Sequence[Entry], offsets: Callable[..., list[int]]) -> Entry:
     metas = [entry.meta for entry in entries if entry.meta is not None]
     if len(metas) != len(entries) or any(meta.dim() != 1 or meta.dtype != metas[0].dtype for meta in metas):
         raise Refused(f"{entries[0].where}: the ranks' parts are not flat, or differ; {optimizer.SAVE_AGAIN}")
+    for shards in (number for number in range(len(entries), 0, -1) if len(entries) % number == 0):
+        fits = offsets(size=sum(meta.numel() for meta in metas[:shards]), itemsize=metas[0].itemsize)
+        if fits and all(content(one) == content(entries[n % shards]) for n, one in enumerate(entries[shards:])):
+            entries, metas = entries[:shards], metas[:shards]  # the others are HYBRID_SHARD's replicas of these
+            break
     meta = torch.empty(sum(meta.numel() for meta in metas), dtype=metas[0].dtype, device="meta")
     return Entry(meta, lambda: torch.cat([entry.read() for entry in entries]), f"{entries[0].where} of all ranks")
 
@@ -247,36 +260,18 @@ def _shared(entries: Sequence[Entry], names: Sequence[str], kind: str) -> dict[t
     return {(name, kind): entries[0] for name in names}
 
 
-def _of_flat(place: TreePath, number: int, unit: Unit, each: Sequence[Tree]) -> dict[tuple[str, str], Entry]:
+def _of_unit(
+    place: TreePath, number: int, unit: Unit, each: Sequence[Tree], *, flat: bool
+) -> dict[tuple[str, str], Entry]:
+    """Of a flat parameter, of which each rank has a part; or of one of its own, of which some ranks have none."""
     found: dict[tuple[str, str], Entry] = {}
     for kind, entries in _states(place, number, each).items():
         if kind not in optimizer.SHAPED:
             found |= _shared(entries, [name for name, _ in unit.parameters], kind)
             continue
-        if len(entries) != len(each):
+        if flat and len(entries) != len(each):
             raise Refused(f"{entries[0].where} is missing on {len(each) - len(entries)} ranks; {optimizer.SAVE_AGAIN}")
-        parts = _entries(unit, _joined(entries), len(each))
-        found |= {(name, kind): entry for name, entry in parts.items()}
+        ranks = len(each) if flat else 1  # of the former the last part is filled up
+        whole = _joined(entries, partial(_offsets, unit, ranks=ranks))
+        found |= {(name, kind): entry for name, entry in _entries(unit, whole, ranks).items()}
     return found
-
-
-def _of_shards(
-    place: TreePath, number: int, named: tuple[str, torch.Size], each: Sequence[Tree]
-) -> dict[tuple[str, str], Entry]:
-    name, shape = named
-    found: dict[tuple[str, str], Entry] = {}
-    for kind, entries in _states(place, number, each).items():
-        if kind not in optimizer.SHAPED:
-            found |= _shared(entries, [name], kind)
-            continue
-        whole = _joined(entries)
-        assert whole.meta is not None
-        if whole.meta.numel() != shape.numel():
-            raise Refused(f"{whole.where} has {whole.meta.numel()} values, and {name} {shape.numel()}: {NOT_PROVEN}")
-        meta = torch.empty(shape, dtype=whole.meta.dtype, device="meta")
-        found[name, kind] = Entry(meta, partial(_viewed, whole.read, shape), whole.where)
-    return found
-
-
-def _viewed(read: Callable[[], Tensor], shape: torch.Size) -> Tensor:
-    return read().view(shape)

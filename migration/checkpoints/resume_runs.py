@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from fsdp2.checkpoint.files import LocalFiles
+from fsdp2.checkpoint.refusal import Refused
 from fsdp2.checkpoint.restore import restore
 from fsdp2.checkpoint.safe_reader import SafeReader
 from fsdp2.checkpoint.state import AppState, Progress
@@ -50,8 +52,13 @@ class Task:
 
 
 def compare_runs(task: Task) -> list[float]:
-    """The losses of rank 0, the same from both sides on each rank. Raises Differs, or what a rank fails with."""
-    before, after = _on_ranks(resume_fsdp1, task), _on_ranks(resume_fsdp2, task)
+    """The losses of rank 0, the same from both sides on each rank. Raises Differs, or Refused where a rank fails."""
+    try:
+        before, after = _on_ranks(resume_fsdp1, task), _on_ranks(resume_fsdp2, task)
+    except mp.ProcessRaisedException as error:
+        place, what = re.findall(r'File "(.+)", line (\d+)', str(error))[-1], str(error).strip().splitlines()[-1]
+        why = f"--prove: {what}, at {':'.join(place)}"
+        raise Refused(f"{why}; {task.result} is converted, and its losses aren't compared") from None
     for step in range(task.steps):
         for rank in range(RANKS):
             one, other = before[rank][step], after[rank][step]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import shutil
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, StateDictType
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp2.checkpoint.refusal import Refused
@@ -67,13 +69,18 @@ def without_inner() -> nn.Module:
     return model
 
 
-def _save(folder: Path, orig: bool) -> None:
+def _save(folder: Path, orig: bool, replicas: int = 1) -> None:
     torch.manual_seed(0)
+    options: dict[str, Any] = {}
+    if replicas > 1:
+        shape = (replicas, dist.get_world_size() // replicas)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        options = {"device_mesh": mesh, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         policy = ModuleWrapPolicy({Block, Inner})
         model = FullyShardedDataParallel(
-            Tied(), auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=orig
+            Tied(), auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=orig, **options
         )
         adam = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
         for _ in range(3):
@@ -87,6 +94,9 @@ def _save(folder: Path, orig: bool) -> None:
             torch.save(state, folder / "full.pt")
             (folder / "ranks").mkdir()
         dist.barrier()
+        if replicas > 1:  # which have no LOCAL_STATE_DICT
+            torch.save({"optimizer": adam.state_dict()}, folder / "ranks" / f"ckpt-rank-{rank}.pt")
+            return
         with FullyShardedDataParallel.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
             local = {"state_dict": model.state_dict(), "optimizer": adam.state_dict()}
             torch.save(local, folder / "ranks" / f"ckpt-rank-{rank}.pt")
@@ -111,6 +121,22 @@ def test_what_is_recovered_is_what_fsdp1_would_have_saved(
     assert same(content(tmp_path / "out"), content(tmp_path / "expected"))
     # One rank's file stands for all that lie beside it.
     assert cli(tmp_path / "ranks" / "ckpt-rank-0.pt", tmp_path / "again", *CODE)[0] == 0
+
+
+@pytest.mark.parametrize("orig", [False, True])
+def test_replicas_repeat_one_another(ranks: Ranks, cli: Cli, tmp_path: Path, orig: bool) -> None:
+    """HYBRID_SHARD on a mesh of 2 x 2: each rank's optimizer, beside the whole model."""
+    ranks.run(_save, tmp_path, orig, 2, ranks=4)
+    whole = torch.load(tmp_path / "full.pt", weights_only=True)
+    torch.save(whole["model"], tmp_path / "ranks" / "model.pt")
+    status, printed = cli(tmp_path / "ranks", tmp_path / "out", *CODE)
+    assert status == 0, printed
+    assert cli(tmp_path / "full.pt", tmp_path / "expected")[0] == 0
+    assert same(content(tmp_path / "out"), content(tmp_path / "expected"))
+    other = torch.load(last := tmp_path / "ranks" / "ckpt-rank-3.pt", weights_only=True)
+    next(one for one in other["optimizer"]["state"].values() if one["exp_avg"].numel())["exp_avg"] += 1
+    torch.save(other, last)
+    assert "_flat_param has " in cli(tmp_path / "ranks", tmp_path / "again", *CODE)[1]
 
 
 @pytest.fixture(scope="module")

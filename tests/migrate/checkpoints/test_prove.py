@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fsdp2.models.names import NAMES
 from fsdp2.options.errors import ConfigError
+from migration.__main__ import main
 from migration.checkpoints import resume_runs
 from migration.checkpoints.code import Code, optimizer_class
 from migration.checkpoints.convert import Converted, convert
@@ -123,6 +124,23 @@ def test_the_whole_command_in_processes_of_its_own(flat: Saved, cli: Cli, tmp_pa
     assert printed.splitlines()[-1].endswith(
         "; the losses of 2 steps are bit-equal, FSDP1 from the source and FSDP2 from the result"
     )
+
+
+def broken(model: nn.Module, step: int, rank: int) -> Tensor:
+    return loss(model, step, rank, 1)  # type: ignore[call-arg]
+
+
+def test_what_a_users_function_raises_is_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    torch.save(factory().state_dict(), tmp_path / "m.pt")
+    given = ("--model", f"{HERE}:factory", "--prove", "1", "--loss", f"{HERE}:broken")
+    with pytest.raises(ConfigError) as caught:
+        main(["checkpoint", str(tmp_path / "m.pt"), str(tmp_path / "out"), *given])
+    said = str(caught.value)
+    assert "TypeError: loss() takes 3 positional arguments but 4 were given" in said
+    assert f"{Path(__file__).name}:" in said
+    assert f"; {tmp_path / 'out'} is converted, and its losses aren't compared" in said
+    assert "\n" not in said
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_the_command_exits_with_1_and_says_what_differs(
