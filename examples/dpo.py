@@ -31,6 +31,7 @@ from fsdp2.run.parts import Base, checksum
 from fsdp2.run.process import runtime
 from fsdp2.run.process.ending import exit_status
 from fsdp2.run.process.group import broadcast, process_group
+from fsdp2.run.process.signals import StopSignals
 from fsdp2.run.schedule import Schedule
 from fsdp2_extra.models import lora
 from fsdp2_extra.text import pairs
@@ -46,6 +47,7 @@ FLAGS = {
     "clip_grad_norm": (1.0, or_off(number(0, 1e30, open_minimum=True)), "clip the gradients to this norm, or off"),
     "epochs": (1, whole(1), "passes over the pairs"),
     "global_batch_size": (4, whole(1), "pairs in a step, over all ranks"),
+    "batch_size": (None, whole(1), "pairs of a rank in one forward, of which a step has several; unset = all in one"),
     "seq_len": (1024, whole(2), "the most tokens of a question with an answer; none is cut"),
     "bad_samples": ("refuse", one_of("refuse", "drop"), "pairs that are too long, or have no two answers"),
     "pairs_as": (None, one_of("chat", "text"), "texts through the chat template, or raw; unset = raw without prompts"),
@@ -145,7 +147,7 @@ def figures_of(policy, reference, beta, tokens, targets):  # -> (5,): FIGURES, s
 def evaluated(policy, reference, flags, held_out: pairs.Pairs, device: torch.device) -> dict[str, float]:
     """The means of FIGURES over pairs that aren't learned. A collective call."""
     total, world = torch.zeros(len(FIGURES), dtype=torch.float64, device=device), dist.get_world_size()
-    at_a_time = -(-flags.global_batch_size // world)
+    at_a_time = flags.batch_size or -(-flags.global_batch_size // world)
     with torch.no_grad():
         for batch in evaluation_batches(held_out, at_a_time, dist.get_rank(), world, device):
             total += figures_of(policy, reference, flags.beta, batch.inputs, batch.targets) * batch.valid
@@ -172,16 +174,18 @@ def header(flags, data: pairs.Pairs, held_out: pairs.Pairs | None, policy, steps
     ]
 
 
-def train(flags, data: pairs.Pairs, device: torch.device, steps: int, held_out: pairs.Pairs | None = None):
+def train(flags, data: pairs.Pairs, device: torch.device, steps: int, held_out: pairs.Pairs | None = None, stop=None):
     place = store.Store(files.LocalFiles(f"{flags.out}/checkpoints"))
     require_same(flags, place)
+    stop = stop or StopSignals()  # which remembers none until it is entered
     policy = sharded(flags, device, trained=True)
     reference = None if flags.lora else sharded(flags, device, trained=False)
     found, world, rank = [], dist.get_world_size(), dist.get_rank()
     learned = [one for one in policy.parameters() if one.requires_grad]
     optimizer = torch.optim.AdamW(learned, lr=flags.lr)
     ranks: dict[str, Any] = {"rank": rank, "world_size": world, "device": device}  # pairs have one order on all numbers
-    batches = Batches(data, global_batch=flags.global_batch_size, accumulation=1, seed=1, **ranks)
+    parts_of_step = -(-flags.global_batch_size // (world * flags.batch_size)) if flags.batch_size else 1
+    batches = Batches(data, global_batch=flags.global_batch_size, accumulation=parts_of_step, seed=1, **ranks)
     schedule, progress = Schedule(flags, optimizer, batches), state.Progress()
     frozen = [one for name, one in (reference or policy).state_dict().items() if not lora.is_adapter(name)]
     name, what = ("reference", "its reference is") if reference else ("base", "its adapters go beside")
@@ -210,17 +214,20 @@ def train(flags, data: pairs.Pairs, device: torch.device, steps: int, held_out: 
     for step in range(done + 1, steps + 1):
         if batches.at_end():
             batches.next_epoch()
-        (batch,) = next(iter(batches))
-        # A rank without a pair in this step computes another rank's, with weight 0.
-        figures = figures_of(policy, reference, flags.beta, batch.inputs, batch.targets) * batch.valid / batch.samples
-        (figures[0] * world).backward()  # FSDP averages over ranks, and this is a sum
+        total = torch.zeros(len(FIGURES) + 1, device=device)  # the last counts the ranks that were asked to stop
+        total[-1] = stop.reason is not None
+        for batch in next(iter(batches)):
+            # A rank without a pair in this microbatch computes another rank's, with weight 0.
+            figures = figures_of(policy, reference, flags.beta, batch.inputs, batch.targets) * batch.valid
+            (figures[0] / batch.samples * world).backward()  # FSDP averages over ranks, and this is a sum
+            total[:-1] += figures.detach() / batch.samples
         norm = fully_sharded.clip(learned, flags.clip_grad_norm or math.inf)
         rate = optimizer.param_groups[0]["lr"]
         optimizer.step()
         optimizer.zero_grad()
         schedule.after_step()
-        dist.all_reduce(total := figures.detach())
-        found.append(dict(zip(FIGURES, total.tolist(), strict=True)))
+        dist.all_reduce(total)
+        found.append(dict(zip(FIGURES, total[:-1].tolist(), strict=True)))
         # ln 2 is the loss of a policy that is still the reference
         say(f"step {step}/{steps}  " + in_words(found[-1]))
         facts = {"step": step, "epoch": batches.epoch, "lr": rate, "grad_norm": float(norm), "samples": batch.samples}
@@ -229,10 +236,13 @@ def train(flags, data: pairs.Pairs, device: torch.device, steps: int, held_out: 
             result = evaluated(policy, reference, flags, held_out, device)
             metrics("eval", {"step": step, "epoch": batches.epoch, "count": len(held_out), **result})
             say(f"held out, after step {step}  " + in_words(result))
-        if step % flags.checkpoint_every == 0 or step == steps:
+        if step % flags.checkpoint_every == 0 or step == steps or total[-1]:
             progress.step, progress.metrics_position = step, broadcast(metrics.position())
             saver.save_now(place, app, step, keep=2, info={"began": {one: getattr(flags, one) for one in AS_IT_BEGAN}})
             say(f"wrote {place.checkpoint(step)}")
+        if total[-1] and step < steps:
+            say(f"stopped by {stop.agreed(runtime.world())} after step {step}; the same command goes on")
+            return found
     metrics.close()
     exported = f"{flags.out}/model-{steps}"
     full_model.while_rank_0(lambda: os.path.exists(exported) or export_model(flags, steps))
@@ -267,5 +277,6 @@ if __name__ == "__main__":
             named = by_source([one for one in (flags.pairs, flags.eval_pairs) if one], flags.chat_fields)
             data, *held_out = [pairs.load(place, flags.model, fields=own, **how) for place, own in named]
         device = runtime.pick_device("auto", world)
-        with process_group(world, device):
-            train(flags, data, device, flags.epochs * -(-len(data) // flags.global_batch_size), *held_out)
+        with process_group(world, device), StopSignals() as stop:
+            steps = flags.epochs * -(-len(data) // flags.global_batch_size)
+            train(flags, data, device, steps, held_out[0] if held_out else None, stop)

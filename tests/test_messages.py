@@ -10,7 +10,7 @@ import pytest
 
 from fsdp2.data.errors import UnusableText
 from fsdp2_extra.text.chat import Chat
-from tests.test_chat import GENERATION, PLAIN, TEMPLATE, encoded, learned, make_tokenizer, talk
+from tests.test_chat import ANSWER, GENERATION, MARKED, PLAIN, TEMPLATE, encoded, learned, make_tokenizer, talk
 
 TEXT = '{"city": "Zürich", "days": 2}'
 CALL = "{% for call in message.tool_calls or [] %}CALL{% endfor %}"
@@ -293,3 +293,18 @@ def test_each_call_and_each_tool_is_printed_or_refused(tmp_path: Path, marked: b
         UnusableText, match=r"message 2 \(assistant\) has tool_calls, and the chat template prints none"
     ):
         encoded(chat, line)
+
+
+def test_an_answer_that_has_thoughts_as_the_last_alone_is_found_without_marks(tmp_path: Path) -> None:
+    """As Qwen 3's template writes them: an empty thought before the last answer, and none before earlier ones."""
+    pytest.importorskip("transformers")
+    shown = "{{ '<think>\\n\\n</think>\\n\\n' if loop.last }}{{ message.content.split('</think>')[-1] }}<"
+    line = talk("a", "<think>x y</think>\nb\n<x>", "c", "d > e")
+    found = []
+    for name, answer in (("plain", ANSWER), ("marked", MARKED)):
+        template = TEMPLATE.replace("ANSWER", answer.replace("{{ message.content }}<", shown))
+        chat = Chat(str(make_tokenizer(tmp_path / name, template)))
+        with pytest.raises(UnusableText, match=r"its message 2 \(assistant\) has 'x y', and the chat template prints"):
+            encoded(chat, line)  # this one prints them nowhere
+        found.append(learned(chat, talk("a", "b\n<x>", "c", "d > e")))
+    assert found == ["b\n<x><|end|>\n<think>\n\n</think>\n\nd > e<|end|>\n"] * 2

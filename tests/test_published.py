@@ -146,6 +146,12 @@ def test_prepared_ahead_of_time(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert "datasets:PATH stands alone" in capsys.readouterr().err
 
 
+def test_a_column_that_is_named_makes_no_conversations_unreadable(tmp_path: Path) -> None:
+    """Of a mixture the name is for those that are text."""
+    write(tmp_path / "a.json", [{"id": 1, "messages": [{"role": "user", "content": "a"}]}])
+    assert published.kind_of(published.find(f"{tmp_path}/a.json"), "content", {}) == "chat"
+
+
 def test_a_column_that_is_named_is_text_whatever_stands_beside_it(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", [{"prompt": one["text"], "completion": "b"} for one in TEXTS])
     place, encoder = text.opened(f"datasets:{tmp_path}/a.parquet", "bytes", "prompt")

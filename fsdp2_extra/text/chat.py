@@ -40,6 +40,7 @@ TOKENS = re.compile(r"\b(?:bos|cls|eos|mask|pad|sep|unk)_token\b")
 TODAY = datetime(2024, 7, 26)
 # What stands around the text of `{% generation %}` while its place is looked for; no text has such characters.
 BEGIN, END = "\U0010f516\U0010fad1", "\U0010fad1\U0010f516"
+THOUGHTS_END = (">", "]")  # as of </think> and [/THINK]
 TAGS = {"generation": "call mark_of_an_answer()", "endgeneration": "endcall"}
 
 Span = tuple[int, int]
@@ -240,7 +241,7 @@ def _files(place: Path) -> list[Path]:
 
 
 def _by_prefixes(text: str, messages: list[Any], render: Callable[..., str], where: str) -> list[Span]:
-    """The places of the answers in the text of messages."""
+    """The places of the answers in the text of messages. An earlier one may lack thoughts that it has as the last."""
     spans = []
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
@@ -248,13 +249,16 @@ def _by_prefixes(text: str, messages: list[Any], render: Callable[..., str], whe
         if number == 0:
             raise UnusableText(f"{where}: begins with an answer; only a template with {{% generation %}} takes that")
         before, after = render(messages[:number], prompt=True), render(messages[: number + 1])
-        if not (after.startswith(before) and text.startswith(after)):
+        turn, rest = after.removeprefix(before), text.removeprefix(before)
+        lacks = [at for at in range(len(turn)) if at == 0 or turn[:at].rstrip().endswith(THOUGHTS_END)]
+        turn = next((turn[at:] for at in lacks if rest.startswith(turn[at:])), "")
+        if not (turn and after.startswith(before) and text.startswith(before)):
             raise UnusableText(
                 f"{where}: the chat template shows message {number + 1}, or those before it, differently when "
                 "more follows, so an answer's prompt can't be found; mark answers in the template by "
                 "{% generation %} … {% endgeneration %}"
             )
-        spans.append((len(before), len(after)))
+        spans.append((len(before), len(before) + len(turn)))
     return spans
 
 

@@ -124,7 +124,7 @@ def _is_of(split: str, name: str) -> bool:
 
 def kind_of(source: Published, field: str, fields: Fields) -> str:
     """`chat` or `text`, by its columns and which of them was named. Raises UnusableText for neither."""
-    if field == "text" and form_of(source.columns, fields):
+    if (field == "text" or field not in source.columns) and form_of(source.columns, fields):
         return "chat"
     if of_line(fields):
         raise UnusableText(f"{source.name}: {formless(source.columns, fields)}")

@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from examples import dpo
 from fsdp2.options.errors import ConfigError
+from fsdp2.run.process.signals import StopSignals
 from fsdp2_extra.text import pairs
 from tests.harness import Ranks, python_environment
 from tests.others.common import plain, save
@@ -84,6 +86,41 @@ def test_a_run_is_the_plain_loop_and_is_written_down(ranks: Ranks, tmp_path: Pat
     assert [one["step"] for one in evaluations] == [2, 3, 4, 6]  # each epoch's end, and that of a run
     for name in dpo.FIGURES:  # sums of other batches
         assert evaluations[-1][name] == pytest.approx(held_out[name], rel=1e-5, abs=1e-6)
+
+
+def test_microbatches_are_one_batch_to_rounding(ranks: Ranks, tmp_path: Path) -> None:
+    """Of the last step of an epoch, 2 pairs of 6, one rank's second microbatch is empty."""
+    folder = save("llama", tmp_path / "model").removeprefix("hf:")
+    for name, more in (("whole", ()), ("parts", ("--batch-size=1",))):
+        ranks.run(_on_ranks, folder, tmp_path / name, STEPS, *more)
+    whole, parts = (_records(tmp_path / name, "train") for name in ("whole", "parts"))
+    for kind in (*dpo.FIGURES, "grad_norm"):  # sums in another order
+        assert [one[kind] for one in parts] == pytest.approx([one[kind] for one in whole], rel=1e-4, abs=1e-6)
+    assert [one["samples"] for one in parts] == [one["samples"] for one in whole] == [4, 2] * 3
+
+
+def _stopped(folder: str, out: Path) -> int:
+    class Stop(StopSignals):
+        asked = 0
+
+        @property
+        def reason(self) -> str | None:
+            self.asked += 1
+            return "SIGTERM" if self.asked > 2 and dist.get_rank() else None  # before the third step, on one rank
+
+    flags = dpo.parse([folder, str(PAIRS), str(out), "--pairs-as=text", "--lr=1e-3", "--epochs=3"])
+    return len(dpo.train(flags, _pairs(folder), CPU, STEPS, _pairs(folder), Stop()))
+
+
+def test_who_is_asked_to_stop_saves_and_goes_on(ranks: Ranks, tmp_path: Path) -> None:
+    folder = save("llama", tmp_path / "model").removeprefix("hf:")
+    ranks.run(_on_ranks, folder, tmp_path / "whole", STEPS)
+    assert ranks.run(_stopped, folder, tmp_path / "run") == [3, 3]
+    assert not (tmp_path / "run" / f"model-{STEPS}").exists()
+    ranks.run(_on_ranks, folder, tmp_path / "run", STEPS)
+    whole, run = (_records(tmp_path / name, "train") for name in ("whole", "run"))
+    assert [one["loss"] for one in run] == [one["loss"] for one in whole]
+    assert (tmp_path / "run" / f"model-{STEPS}").exists()
 
 
 def test_steps_that_are_done_again_stand_once(ranks: Ranks, tmp_path: Path) -> None:
