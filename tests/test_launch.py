@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -175,7 +176,8 @@ def test_a_rank_that_fails_ends_the_job_and_the_next_resumes(ranks: Ranks, tmp_p
     assert status == 1
     assert time.monotonic() - began < 25, "torchrun would have waited 30 s for a rank that hangs"
     if "raise" in action:
-        assert "ValueError: rank one has had enough" in err
+        assert f"fsdp2: stopped: rank 1 on {socket.gethostname()}: ValueError: rank one has had enough\n" in err
+        assert "Traceback" in err
     assert "rank 0 stopped because another rank ended or was killed; its traceback, or the signal that torchrun" in err
     if "kill" in action:
         assert "exitcode  : -9" in err, "as the line says"

@@ -166,7 +166,7 @@ RECORDS: dict[str, dict[str, str]] = {
         "what": "a line about it",
     },
     "failure": {
-        "[rank], [step]": "where it happened",
+        "[rank], [step]": "where it was noticed; of a peer that rank 0 lost, that rank's own line has the cause",
         "error": "the message",
         "[continues]": "true if training goes on",
     },

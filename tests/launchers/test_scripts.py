@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -94,7 +95,7 @@ def test_a_job_whose_time_is_over_is_queued_again_if_it_has_got_on(job: Job, tmp
     assert "the time is over; job 1 is in the queue again and goes on from its newest checkpoint" in out
     status, _, err = job.run("--run-dir=a run", saves=new)  # what was there before
     assert (status, job.asked.exists()) == (1, False)
-    assert "no checkpoint in a run is newer than this start of the job, so it isn't queued again" in err
+    assert "no checkpoint in a run (its COMMIT.json, or DCP's .metadata) is newer than this start of the job" in err
     assert job.run("--run-dir=s3://bucket/run")[0] == 0, "a bucket isn't looked into"
     assert job.run("--run-dir=s3://bucket/run", "--checkpoint-every", "never")[0] == 1
 
@@ -146,6 +147,27 @@ def test_another_program_says_where_its_checkpoints_are(job: Job, tmp_path: Path
     assert job.run("OUT", saves=f"{new}0", PROGRAM="mine.py", RUN="%a", SLURM_ARRAY_TASK_ID="OUT")[0] == 0
     assert job.asked.exists()
     assert job.run("--model=vit", RUN="OUT")[0] == 2, "fsdp2.train has its --run-dir"
+
+
+def test_checkpoints_of_dcp_alone_count_for_another_program(job: Job, tmp_path: Path) -> None:
+    """`torch.distributed.checkpoint` writes .metadata last."""
+    for step, queued in (("1", True), ("1", False), ("2", True)):
+        (tmp_path / "srun").write_text(f"#!/bin/bash\n{SRUN.replace('COMMIT.json', '.metadata')}\n")
+        status, _, err = job.run(saves=str(tmp_path / "own" / f"step{step}"), PROGRAM="mine.py", RUN="own")
+        assert (status, job.asked.exists()) == (0 if queued else 1, queued), err
+    assert (
+        "no checkpoint in own (its COMMIT.json, or DCP's .metadata) is newer"
+        in job.run(PROGRAM="mine.py", RUN="own")[2]
+    )
+
+
+def test_a_run_that_is_finished_as_its_time_is_over_is_a_success(job: Job, tmp_path: Path) -> None:
+    new = str(tmp_path / "run" / "checkpoints" / "step-00000002")
+    (tmp_path / "run").mkdir()
+    for reason, queued in (("finished", False), ("already finished", False), ("SIGTERM", True)):
+        line = {"kind": "end", "step": 9, "reason": reason, "seconds": 1}
+        (tmp_path / "run" / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+        assert (job.run("--run-dir=run", saves=f"{new}{queued}")[0], job.asked.exists()) == (0, queued)
 
 
 def test_where_a_run_began_is_for_its_first_start(job: Job, tmp_path: Path) -> None:

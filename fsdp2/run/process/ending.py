@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from socket import gethostname
 
 import torch.distributed as dist
 
@@ -70,9 +71,8 @@ def exit_status() -> Iterator[None]:
     """Turn the ways a run can fail into what a user sees, and an exit status.
 
     A ConfigError is one line and status 2; a RunStopped, a failed save and a lost run directory are one line and
-    status 1, Ctrl-C one line and status 130. Rank 0 alone prints it, if all ranks have it. A disk's error, or of data,
-    on one rank is one line, too, and ends this process at once. Another error shows its traceback. Ranks that wait for
-    one that has ended show one line, since the cause is elsewhere.
+    status 1, Ctrl-C one line and status 130. Rank 0 alone prints it, if all ranks have it. One rank's error of a disk,
+    of data or of a peer is one line and ends this process at once. Another is a line and its traceback.
     """
     try:
         yield
@@ -100,7 +100,7 @@ def exit_status() -> Iterator[None]:
         why = str(error).rpartition("UnusableText: ")[2]  # a loader's process puts its traceback before it
         _say(f"stopped: rank {world().rank}: --dataset: {refusal(why)}")
         os._exit(1)  # as below
-    except RuntimeError as error:
+    except Exception as error:
         if _TIMED_OUT in str(error):
             why = "another rank kept it waiting for half an hour: that one is stuck or slow"
         elif lost_peer(str(error)):
@@ -108,7 +108,8 @@ def exit_status() -> Iterator[None]:
                 "another rank ended or was killed; its traceback, or the signal that torchrun names below "
                 "(exitcode -9: SIGKILL, perhaps because memory ran out), is the cause"
             )
-        else:
+        else:  # torchrun's report may name another rank, which was only ended for this one's error
+            tell(f"stopped: rank {world().rank} on {gethostname()}: {type(error).__name__}: {refusal(str(error))}")
             raise
         tell(f"rank {world().rank} stopped because {why}")
         # Not sys.exit: at exit torch would wait for threads that wait for the rank that is gone.
