@@ -242,6 +242,7 @@ def train(flags, data: pairs.Pairs, device: torch.device, steps: int, held_out: 
             say(f"wrote {place.checkpoint(step)}")
         if total[-1] and step < steps:
             say(f"stopped by {stop.agreed(runtime.world())} after step {step}; the same command goes on")
+            metrics.close()
             return found
     metrics.close()
     exported = f"{flags.out}/model-{steps}"

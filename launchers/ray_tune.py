@@ -308,7 +308,8 @@ def table(results: Any, asked: TuneOptions, options: RayOptions, config: Config,
         raise ray_train.TrainingFailed(f"no trial has a result; the first error:\n{next(iter(results.errors), None)}")
     lines = [f"{'trial':<14}  {asked.metric:>9}  epochs  {'steps':>6}  flags"]
     for result in done:
-        value, epochs, steps = (result.metrics[key] for key in (asked.metric, "epochs", "step"))
+        value, steps = (result.metrics[key] for key in (asked.metric, "step"))
+        epochs = result.metrics.get("epochs", result.metrics["epoch"] + 1)  # an earlier version reported none
         lines.append(f"{result.metrics['trial_id']:<14}  {value:>9.4f}  {epochs:>6}  {steps:>6}  {said(result.config)}")
     best = dataclasses.replace(config, **done[0].config, run_dir=None)
     where = f"{storage}/{name}/run-{done[0].metrics['trial_id']}"

@@ -48,9 +48,7 @@ def test_calls_that_a_template_leaves_out_are_refused(tmp_path: Path, marked: bo
     chat = Chat(str(make_tokenizer(tmp_path / "tools", GENERATION if marked else PLAIN)))
     line = talk("", "")
     line["messages"][1] |= {"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": TEXT}}]}
-    with pytest.raises(
-        UnusableText, match=r"message 2 \(assistant\) has tool_calls, and the chat template prints none"
-    ):
+    with pytest.raises(UnusableText, match=r"message 2 \(assistant\) has tool_calls, and the chat template doesn't"):
         encoded(chat, line)
 
 
@@ -65,7 +63,7 @@ def test_a_message_that_a_template_leaves_out_is_refused(tmp_path: Path, said: A
     expected = learned(chat, line)
     for role, content in (("system", said), ("developer", ""), ("developer", " ")):
         assert learned(chat, {"messages": [{"role": role, "content": content}, *line["messages"]]}) == expected
-    with pytest.raises(UnusableText, match=r"message 1 \(developer\) has content, and the chat template prints none"):
+    with pytest.raises(UnusableText, match=r"message 1 \(developer\) has content, and the chat template doesn't"):
         encoded(chat, {"messages": [{"role": "developer", "content": said}, *line["messages"]]})
 
 
@@ -143,7 +141,7 @@ BESIDE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a refusal": (
         {},
         {"refusal": "no"},
-        "its message 2 (assistant) has refusal, and the chat template prints none of it",
+        "its message 2 (assistant) has refusal, and the chat template doesn't print it",
     ),
     "thoughts": (
         {},
@@ -166,7 +164,7 @@ BESIDE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a system": ({"system": "be brief"}, {}, "line 1 has system, by which others learn"),
     "settings": ({"chat_template_kwargs": {"thinking": True}}, {}, "line 1 has chat_template_kwargs, by which"),
     "a weight": ({"weight": 0}, {}, "line 1 has weight, by which"),
-    "tools": ({"tools": TOOLS}, {}, "has tools, and the chat template prints none of it"),
+    "tools": ({"tools": TOOLS}, {}, "has tools, and the chat template doesn't print it"),
 }
 
 
@@ -257,6 +255,25 @@ def test_thoughts_of_earlier_answers_may_be_left_out(tmp_path: Path, content: st
     assert learned(chat, talk("a", content, "b", content)).replace("<|end|>\n", "<|end|>") == expected
 
 
+def test_thoughts_in_a_field_of_their_own_may_be_those_of_an_earlier_answer(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    last = "{{ message.reasoning_content if loop.last }}{{ message.content }}<"
+    chat = Chat(str(make_tokenizer(tmp_path / "last", GENERATION.replace("{{ message.content }}<", last))))
+    line = talk("a", "b", "c", "d")
+    line["messages"][1]["reasoning_content"] = "so "
+    assert learned(chat, line) == "b<|end|>\nd<|end|>\n"
+
+
+def test_what_is_left_out_everywhere_is_refused_beside_thoughts_that_may_be(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    shown = (
+        "{% set said = message.content.replace('SECRET', '') %}{{ said if loop.last else said.split('</think>')[-1] }}"
+    )
+    chat = Chat(str(make_tokenizer(tmp_path / "a", GENERATION.replace("{{ message.content }}<", f"{shown}<"))))
+    with pytest.raises(UnusableText, match=r"its message 2 \(assistant\) has 'SECRET', and the chat template doesn't"):
+        encoded(chat, talk("a", "<think>x y</think>\nb\nSECRET", "c", "d"))
+
+
 FIRST = "{{ message.content if message.content is string else message.content[0].text }}"
 
 
@@ -272,7 +289,9 @@ def test_all_parts_of_a_content_are_printed_or_it_is_refused(tmp_path: Path, mar
     first = template.replace("{{ message.content }}", "{{ message.content[0].text }}")
     chat = Chat(str(make_tokenizer(tmp_path / "first", first)))
     assert learned(chat, talk(parts[:1], parts[:1])) == "row 0<|end|>\n"
-    with pytest.raises(UnusableText, match=r"its message 2 \(assistant\) has 'and more', and the chat template prints"):
+    with pytest.raises(
+        UnusableText, match=r"its message 2 \(assistant\) has 'and more', and the chat template doesn't"
+    ):
         encoded(chat, talk(parts[:1], parts))
 
 
@@ -286,12 +305,13 @@ def test_each_call_and_each_tool_is_printed_or_refused(tmp_path: Path, marked: b
     line = talk("", "")
     line["messages"][1] |= {"tool_calls": calls[:1]}
     assert learned(chat, {**line, "tools": TOOLS}) == "weather<|end|>\n"
-    with pytest.raises(UnusableText, match="has tools, and the chat template prints none of it"):
-        encoded(chat, {**line, "tools": [*TOOLS, {"type": "function", "function": {"name": "time"}}]})
+    more = [*TOOLS, {"type": "function", "function": {"name": "we"}}]  # which the text holds as a part of weather
+    with pytest.raises(UnusableText, match="has tools, and the chat template doesn't print it"):
+        encoded(chat, {**line, "tools": more})
+    with pytest.raises(UnusableText, match="its message 2 has tool_calls that are no list of objects"):
+        encoded(chat, {"messages": [*line["messages"][:1], {**line["messages"][1], "tool_calls": calls[0]}]})
     line["messages"][1] |= {"tool_calls": calls}
-    with pytest.raises(
-        UnusableText, match=r"message 2 \(assistant\) has tool_calls, and the chat template prints none"
-    ):
+    with pytest.raises(UnusableText, match=r"message 2 \(assistant\) has tool_calls, and the chat template doesn't"):
         encoded(chat, line)
 
 
@@ -304,7 +324,17 @@ def test_an_answer_that_has_thoughts_as_the_last_alone_is_found_without_marks(tm
     for name, answer in (("plain", ANSWER), ("marked", MARKED)):
         template = TEMPLATE.replace("ANSWER", answer.replace("{{ message.content }}<", shown))
         chat = Chat(str(make_tokenizer(tmp_path / name, template)))
-        with pytest.raises(UnusableText, match=r"its message 2 \(assistant\) has 'x y', and the chat template prints"):
+        with pytest.raises(UnusableText, match=r"its message 2 \(assistant\) has 'x y', and the chat template doesn't"):
             encoded(chat, line)  # this one prints them nowhere
         found.append(learned(chat, talk("a", "b\n<x>", "c", "d > e")))
     assert found == ["b\n<x><|end|>\n<think>\n\n</think>\n\nd > e<|end|>\n"] * 2
+
+
+def test_a_line_end_behind_an_answer_is_not_taken_for_one(tmp_path: Path) -> None:
+    """An earlier answer begins with a line end, and the last one with thoughts and without blanks."""
+    pytest.importorskip("transformers")
+    shown = "{{ '<think></think>' + message.content | trim if loop.last else '\\n' + message.content }}<"
+    template = TEMPLATE.replace("ANSWER", ANSWER.replace("{{ message.content }}<", shown))
+    chat = Chat(str(make_tokenizer(tmp_path / "a", template)))
+    with pytest.raises(UnusableText, match="shows message 2, or those before it, differently when more follows"):
+        encoded(chat, talk("a", "b ", "c", "d"))

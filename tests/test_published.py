@@ -149,7 +149,10 @@ def test_prepared_ahead_of_time(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_a_column_that_is_named_makes_no_conversations_unreadable(tmp_path: Path) -> None:
     """Of a mixture the name is for those that are text."""
     write(tmp_path / "a.json", [{"id": 1, "messages": [{"role": "user", "content": "a"}]}])
-    assert published.kind_of(published.find(f"{tmp_path}/a.json"), "content", {}) == "chat"
+    found = published.find(f"{tmp_path}/a.json")
+    assert published.kind_of(found, "content", {}, several=True) == "chat"
+    with pytest.raises(UnusableText, match="has the columns id, messages, and reads content as documents"):
+        published.kind_of(found, "content", {})
 
 
 def test_a_column_that_is_named_is_text_whatever_stands_beside_it(tmp_path: Path) -> None:

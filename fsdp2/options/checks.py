@@ -154,7 +154,7 @@ def _check_attention(config: Options) -> None:
         why = (
             "has no FlexAttention to train with"
             if way == "flex"
-            else "doesn't use torch's scaled_dot_product_attention"
+            else "doesn't use torch's scaled_dot_product_attention, as attentions=BY_TORCH of its ModelSpec would say"
         )
         raise ConfigError(f"--attention {way} with --model {config.model}: the model {why}; use {fitting}")
 

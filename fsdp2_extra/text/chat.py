@@ -83,6 +83,7 @@ class Chat:
         self._loaded: Any = None
         self._contents = Contents()
         self._form: str | None = None
+        self._printed: set[str] = set()  # tools of which each is, as JSON
 
     def source(self) -> str | None:
         """The form of the conversations that it has encoded."""
@@ -113,20 +114,20 @@ class Chat:
             learn[count[begin] : count[end]] = 1
         return numpy.array(whole, dtype=numpy.uint32), learn
 
-    def _rendered(self, messages: list[Any], tools: Any, where: str) -> tuple[str, list[Span]]:
-        """A conversation as text, and where its answers stand in it.
+    def _rendered(self, messages: list[Any], tools: Any, where: str, *, learned: bool = True) -> tuple[str, list[Span]]:
+        """A conversation as text, and where its answers stand in it, if they are to be learned.
 
         OpenAI's tool calls have their arguments as the JSON text of an object. Most templates write an object as JSON
         themselves, and would write such a text as JSON of JSON, or refuse it. They get the object.
         """
         parsed, texts = with_objects(messages, where)
         if not texts:
-            return self._shown(messages, tools, where)
+            return self._shown(messages, tools, where, learned)
         try:
-            shown = self._shown(messages, tools, where)
+            shown = self._shown(messages, tools, where, learned)
         except UnusableText:
-            return self._shown(parsed, tools, where)
-        return self._shown(parsed, tools, where) if encoded_twice(texts, shown[0]) else shown
+            return self._shown(parsed, tools, where, learned)
+        return self._shown(parsed, tools, where, learned) if encoded_twice(texts, shown[0]) else shown
 
     def _require_shown(self, messages: list[Any], tools: Any, text: str, where: str) -> None:
         """Raise UnusableText if the tools, or a part of messages, change nothing of the text: an empty answer would be
@@ -134,13 +135,14 @@ class Chat:
 
         def render(some: list[Any], tools: Any = tools) -> str:
             try:
-                return self._rendered(some, tools, where)[0]
+                return self._rendered(some, tools, where, learned=False)[0]
             except UnusableText:  # so the template looks at them
                 return ""
 
         def unprinted(part: str, places: Sequence[int]) -> bool:
             some = [{**one, part: type(one[part])()} if at in places else one for at, one in enumerate(messages)]
-            return render(some) == text
+            last = places[-1] + 1  # a template may print thoughts of the last answer alone
+            return render(some) == text and render(some[:last]) == render(messages[:last])
 
         have = {part: [at for at, one in enumerate(messages) if one.get(part)] for one in messages for part in one}
         tried = [(part, places) for part, places in sorted(have.items()) if places and part not in PLAIN]
@@ -151,15 +153,16 @@ class Chat:
                 found.append((at, "tool_calls"))
         found += [one] if (one := left_out(messages, text, render)) else []
         what = [f"its message {at + 1} ({messages[at]['role']}) has {part}" for at, part in found]
-        without = [fewer for tool, fewer in zip(tools or [], _one_less(tools), strict=True) if _name(tool) not in text]
-        without += [[]] * bool(tools)
-        if what := what or ["has tools"] * any(render(messages, fewer or None) == text for fewer in without):
+        if not what and tools and (known := json.dumps(tools)) not in self._printed:
+            what = ["has tools"] * any(render(messages, fewer or None) == text for fewer in _one_less(tools))
+            self._printed.add(known)
+        if what:
             raise UnusableText(
-                f"{where}: {printable(what[0][:80])}, and the chat template prints none of it; give a template that "
+                f"{where}: {printable(what[0][:80])}, and the chat template doesn't print it; give a template that "
                 "does, or leave it out"
             )
 
-    def _shown(self, messages: list[Any], tools: Any, where: str) -> tuple[str, list[Span]]:
+    def _shown(self, messages: list[Any], tools: Any, where: str, learned: bool) -> tuple[str, list[Span]]:
         """`_rendered`, of the messages as they are."""
 
         def render(some: list[Any], template: str, *, prompt: bool = False) -> str:
@@ -178,6 +181,8 @@ class Chat:
             marking = _marking(template)
             messages = self._contents(messages, template, lambda some: render(some, template))
             text = render(messages, template)
+            if not learned:
+                return text, []
             if marking is not None:
                 return text, _by_marks(text, render(messages, marking), where)
             return text, _by_prefixes(text, messages, partial(render, template=template), where)
@@ -217,12 +222,6 @@ def _one_less(given: list[Any] | None) -> Iterator[list[Any]]:
     return ([*given[:at], *given[at + 1 :]] for at in range(len(given)))
 
 
-def _name(tool: dict[str, Any]) -> str:
-    """The name of a tool, which a template that prints the tool prints; "" is in each text."""
-    function = tool.get("function", tool)
-    return str(function.get("name", "")) if isinstance(function, dict) else ""
-
-
 def open_chat(folder: str, fields: Fields | None = None) -> Chat:
     """The tokenizer and chat template of a folder, which work within bounds. Raises UnusableText."""
     from fsdp2_extra.foreign.bounds import in_bounds
@@ -251,7 +250,7 @@ def _by_prefixes(text: str, messages: list[Any], render: Callable[..., str], whe
         before, after = render(messages[:number], prompt=True), render(messages[: number + 1])
         turn, rest = after.removeprefix(before), text.removeprefix(before)
         lacks = [at for at in range(len(turn)) if at == 0 or turn[:at].rstrip().endswith(THOUGHTS_END)]
-        turn = next((turn[at:] for at in lacks if rest.startswith(turn[at:])), "")
+        turn = next((turn[at:] for at in lacks if rest.startswith(turn[at:]) and turn[at:].strip()), "")
         if not (turn and after.startswith(before) and text.startswith(before)):
             raise UnusableText(
                 f"{where}: the chat template shows message {number + 1}, or those before it, differently when "

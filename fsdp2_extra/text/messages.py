@@ -58,7 +58,7 @@ def conversation(row: Row, form: str, fields: Fields) -> tuple[list[Any], list[A
             message["content"] = _parts(content, where)
         elif not isinstance(content, str):
             raise UnusableText(f"{where} has a content that is neither text nor a list of parts; write it as text")
-        if isinstance(calls := message.get("tool_calls"), str):
+        if calls := message.get("tool_calls"):
             message["tool_calls"] = _objects(calls, f"{where} has tool_calls")
             message = {key: value for key, value in message.items() if key != "tool_calls" or value}
         found.append(message)
@@ -148,10 +148,10 @@ def encoded_twice(texts: list[str], shown: str) -> bool:
 
 
 def left_out(messages: list[Any], text: str, render: Callable[[list[Any]], str]) -> tuple[int, str] | None:
-    """The place of a message of whose content a template prints nothing in its text, or leaves a piece out, and what.
+    """Find a message whose content, or a piece of it, the template leaves out of its text: its place, and what.
 
     A piece is a line, or what stands in it beside a tag, as of thoughts. What changes nothing when it is removed isn't
-    printed. A template may leave out thoughts of earlier answers: with pieces, a message is tried as the last one, too.
+    printed. A template may leave out pieces of earlier answers, thoughts, that it prints of the last one.
 
     Args:
         render: gives the text of other messages.
@@ -162,15 +162,15 @@ def left_out(messages: list[Any], text: str, render: Callable[[list[Any]], str])
             continue
         pieces = [piece for part in PIECES.split(whole) if (piece := part.strip())] or [whole]
         missing = [] if _there(whole, text) else [piece for piece in pieces if not _there(piece, text)]
-        tried = [missing, *([piece] for piece in missing[:MOST_PIECES])] if 0 < len(missing) < len(pieces) else [pieces]
+        tried = [pieces]
+        if 0 < len(missing) < len(pieces):
+            last = render(messages[: at + 1])
+            missing = [piece for piece in missing if not _there(piece, last)]
+            tried = [missing, *([piece] for piece in missing[:MOST_PIECES])] if missing else []
         for some in tried:
-            changed = [*messages[:at], {**message, "content": _without(message["content"], some)}]
-            if render([*changed, *messages[at + 1 :]]) == text:
-                if some is pieces:
-                    return at, "content"
-                if render(changed) == render(messages[: at + 1]):
-                    return at, repr(some[0])
-                break
+            changed = {**message, "content": _without(message["content"], some)}
+            if render([*messages[:at], changed, *messages[at + 1 :]]) == text:
+                return at, "content" if some is pieces else repr(some[0])
     return None
 
 

@@ -98,14 +98,14 @@ class Recover:
 # --- one flat tensor -------------------------------------------------------------------------------------------
 
 
-def layout(unit: Unit, size: int, itemsize: int, ranks: int) -> list[int]:
+def layout(unit: Unit, size: int, itemsize: int, ranks: int, where: str = "") -> list[int]:
     """The begin of each parameter of a unit in a flat tensor of that size. Raises Refused if none fits exactly."""
     if offsets := _offsets(unit, size, itemsize, ranks):
         return offsets
     numbers = sum(shape.numel() for _, shape in unit.parameters)
     raise Refused(
-        f"{unit.prefix}{FLAT} has {size} values, and the parameters below {unit.prefix or 'the root'} in the code "
-        f"{numbers}: {NOT_PROVEN}"
+        f"{where or unit.prefix + FLAT} has {size} values, and the parameters below {unit.prefix or 'the root'} in the "
+        f"code {numbers}: {NOT_PROVEN}"
     )
 
 
@@ -126,7 +126,7 @@ def _entries(unit: Unit, flat: Entry, ranks: int) -> dict[str, Entry]:
     assert flat.meta is not None
     if flat.meta.dim() != 1:
         raise Refused(f"{flat.where} has {flat.meta.dim()} dimensions and is not flat")
-    offsets = layout(unit, flat.meta.numel(), flat.meta.itemsize, ranks)
+    offsets = layout(unit, flat.meta.numel(), flat.meta.itemsize, ranks, flat.where)
     spans = [(at, at + shape.numel()) for at, (_, shape) in zip(offsets, unit.parameters, strict=True)]
     between = torch.ones(flat.meta.numel(), dtype=torch.bool)
     for start, end in spans:
@@ -244,9 +244,12 @@ def _joined(entries: Sequence[Entry], offsets: Callable[..., list[int]]) -> Entr
         raise Refused(f"{entries[0].where}: the ranks' parts are not flat, or differ; {optimizer.SAVE_AGAIN}")
     for shards in (number for number in range(len(entries), 0, -1) if len(entries) % number == 0):
         fits = offsets(size=sum(meta.numel() for meta in metas[:shards]), itemsize=metas[0].itemsize)
-        if fits and all(content(one) == content(entries[n % shards]) for n, one in enumerate(entries[shards:])):
-            entries, metas = entries[:shards], metas[:shards]  # the others are HYBRID_SHARD's replicas of these
-            break
+        if not fits:
+            continue
+        if any(content(one) != content(entries[n % shards]) for n, one in enumerate(entries[shards:])):
+            raise Refused(f"{entries[0].where}: HYBRID_SHARD's replicas differ; give the files of one replica's ranks")
+        entries, metas = entries[:shards], metas[:shards]
+        break
     meta = torch.empty(sum(meta.numel() for meta in metas), dtype=metas[0].dtype, device="meta")
     return Entry(meta, lambda: torch.cat([entry.read() for entry in entries]), f"{entries[0].where} of all ranks")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -56,8 +55,10 @@ def compare_runs(task: Task) -> list[float]:
     try:
         before, after = _on_ranks(resume_fsdp1, task), _on_ranks(resume_fsdp2, task)
     except mp.ProcessRaisedException as error:
-        place, what = re.findall(r'File "(.+)", line (\d+)', str(error))[-1], str(error).strip().splitlines()[-1]
-        why = f"--prove: {what}, at {':'.join(place)}"
+        first, *behind = str(error).rpartition('  File "')[2].splitlines()
+        told = " ".join(one.strip() for one in behind if not one.startswith("    ")).strip()  # what is indented is code
+        path, _, number = first.partition('", line ')
+        why = f"--prove: {told}, at {path}:{number.partition(',')[0]}"
         raise Refused(f"{why}; {task.result} is converted, and its losses aren't compared") from None
     for step in range(task.steps):
         for rank in range(RANKS):

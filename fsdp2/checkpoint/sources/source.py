@@ -114,7 +114,7 @@ def local_copy(folder: Files, name: str, stack: ExitStack) -> Path:
 
 
 def comparable(block: Tensor) -> Tensor:
-    """Torch has no comparison for the 8-bit floating point types; nor for two of 4 bits, which become a complex one."""
+    """Torch compares no floating point types of 8 bits, nor two of 4 bits in a byte, which become a complex number."""
     if block.dtype == torch.float4_e2m1fn_x2:
         pair, values = block.view(torch.uint8).int(), torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
         return torch.complex(*(torch.cat([values, -values])[half] for half in (pair & 15, pair >> 4)))

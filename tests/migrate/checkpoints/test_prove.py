@@ -130,17 +130,23 @@ def broken(model: nn.Module, step: int, rank: int) -> Tensor:
     return loss(model, step, rank, 1)  # type: ignore[call-arg]
 
 
+def says_much(model: nn.Module, step: int, rank: int) -> Tensor:
+    raise ValueError("a first line\n  and a second")
+
+
 def test_what_a_users_function_raises_is_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     torch.save(factory().state_dict(), tmp_path / "m.pt")
     given = ("--model", f"{HERE}:factory", "--prove", "1", "--loss", f"{HERE}:broken")
     with pytest.raises(ConfigError) as caught:
         main(["checkpoint", str(tmp_path / "m.pt"), str(tmp_path / "out"), *given])
     said = str(caught.value)
-    assert "TypeError: loss() takes 3 positional arguments but 4 were given" in said
+    assert said.startswith("checkpoint: --prove: TypeError: loss() takes 3 positional arguments but 4 were given, at ")
     assert f"{Path(__file__).name}:" in said
     assert f"; {tmp_path / 'out'} is converted, and its losses aren't compared" in said
     assert "\n" not in said
     assert "Traceback" not in capfd.readouterr().err
+    with pytest.raises(ConfigError, match=r"--prove: ValueError: a first line and a second, at .*py:[0-9]+; "):
+        main(["checkpoint", str(tmp_path / "m.pt"), str(tmp_path / "2"), *given[:-1], f"{HERE}:says_much"])
 
 
 def test_the_command_exits_with_1_and_says_what_differs(
