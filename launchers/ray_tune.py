@@ -309,7 +309,7 @@ def table(results: Any, asked: TuneOptions, options: RayOptions, config: Config,
     lines = [f"{'trial':<14}  {asked.metric:>9}  epochs  {'steps':>6}  flags"]
     for result in done:
         value, steps = (result.metrics[key] for key in (asked.metric, "step"))
-        epochs = result.metrics.get("epochs", result.metrics["epoch"] + 1)  # an earlier version reported none
+        epochs = result.metrics.get("epochs", result.metrics.get("epoch", -1) + 1)  # an earlier version had that alone
         lines.append(f"{result.metrics['trial_id']:<14}  {value:>9.4f}  {epochs:>6}  {steps:>6}  {said(result.config)}")
     best = dataclasses.replace(config, **done[0].config, run_dir=None)
     where = f"{storage}/{name}/run-{done[0].metrics['trial_id']}"

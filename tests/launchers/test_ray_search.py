@@ -119,13 +119,16 @@ def _trial(name: str, lr: float, value: float) -> SimpleNamespace:
 @pytest.mark.parametrize(("metric", "best"), [("test_loss", "low"), ("accuracy", "high")])
 def test_a_trial_that_diverged_is_the_last(metric: str, best: str) -> None:
     nan = _trial("diverged", 9.0, math.nan)
-    found = _Trials([_trial("high", 0.2, 1.5), nan, _trial("low", 0.1, 0.5)])
+    older = _trial("high", 0.2, 1.5)
+    older.metrics["epoch"] = older.metrics.pop("epochs") - 1  # as an earlier version reported it
+    found = _Trials([older, nan, _trial("low", 0.1, 0.5)])
     tune, config = TuneOptions(search=("lr=uniform(1, 2)",), metric=metric), Config()
     lines = table(found, tune, RayOptions(), config, "there", "a")
     assert [line.split()[0] for line in lines[1:4]] == [
         *sorted(("low", "high"), key=lambda name: name != best),
         "diverged",
     ]
+    assert {line.split()[2] for line in lines[1:4]} == {"1"}
     assert f"a/run-{best}" in lines[-2]
     with pytest.raises(TrainingFailed, match="no trial has a result"):
         table(_Trials([nan]), tune, RayOptions(), config, "there", "a")
