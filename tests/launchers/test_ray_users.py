@@ -42,6 +42,7 @@ def test_a_trainer_of_ones_own_has_torchruns_losses_and_resumes(train: Train, tm
     assert sorted(one.name for one in (tmp_path / "mine" / "checkpoints").iterdir())[-1] == "step-00000008"
 
 
+@pytest.mark.slow
 def test_trackers_are_one_run_after_a_worker_was_killed(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tests.test_trackers import _board
@@ -55,6 +56,7 @@ def test_trackers_are_one_run_after_a_worker_was_killed(tmp_path: Path) -> None:
     assert {one.step: one.value for one in _board(tmp_path / "run").Scalars("train/loss")} == pytest.approx(known)
 
 
+@pytest.mark.slow
 def test_a_tuner_of_ones_own_chooses_by_the_loss(tmp_path: Path) -> None:
     names: dict[str, Any] = {"runs": tmp_path, "SMALL": {"threads": 1, "batch_size": 64, "model_size": "tiny"}}
     exec(BLOCKS[0].partition("\nruns, name")[0], names)
