@@ -211,6 +211,7 @@ def train(flags, data: pairs.Pairs, device: torch.device, steps: int, held_out: 
     if done:
         say(f"resumed from {place.checkpoint(done)} at step {done:,}, epoch {batches.epoch + 1}")
     metrics("resume" if done else "start", {"header": lines, "step": done})
+    exported = f"{flags.out}/model-{steps}"
     for step in range(done + 1, steps + 1):
         if batches.at_end():
             batches.next_epoch()
@@ -242,12 +243,11 @@ def train(flags, data: pairs.Pairs, device: torch.device, steps: int, held_out: 
             say(f"wrote {place.checkpoint(step)}")
         if total[-1] and step < steps:
             say(f"stopped by {stop.agreed(runtime.world())} after step {step}; the same command goes on")
-            metrics.close()
-            return found
+            break
+    else:
+        full_model.while_rank_0(lambda: os.path.exists(exported) or export_model(flags, steps))
+        say(f"wrote {exported}" if found else f"{flags.out} is finished; {exported} has its model")
     metrics.close()
-    exported = f"{flags.out}/model-{steps}"
-    full_model.while_rank_0(lambda: os.path.exists(exported) or export_model(flags, steps))
-    say(f"wrote {exported}" if found else f"{flags.out} is finished; {exported} has its model")
     return found
 
 

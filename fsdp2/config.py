@@ -154,7 +154,9 @@ class Config:
         (), "name pattern of parameters that are not trained; repeatable", patterns, many=True, section="fine-tuning"
     )
     lora: int | None = option(None, "train adapters of this rank, not weights (extra peft)", or_off(whole(1, 65536)))
-    lora_alpha: float | None = option(None, "LoRA: scale is alpha / rank; unset = 2 x rank", number(1e-6, 1e6))
+    lora_alpha: float | None = option(
+        None, "LoRA: adapters are scaled by alpha / rank; unset = 2 x rank", number(0, 1e6, open_minimum=True)
+    )
     lora_targets: tuple[str, ...] = option(
         (), "LoRA: name pattern of linear layers; repeatable; unset = all in blocks", patterns, many=True
     )

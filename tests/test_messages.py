@@ -306,8 +306,9 @@ def test_each_call_and_each_tool_is_printed_or_refused(tmp_path: Path, marked: b
     line["messages"][1] |= {"tool_calls": calls[:1]}
     assert learned(chat, {**line, "tools": TOOLS}) == "weather<|end|>\n"
     more = [*TOOLS, {"type": "function", "function": {"name": "we"}}]  # which the text holds as a part of weather
-    with pytest.raises(UnusableText, match="has tools, and the chat template doesn't print it"):
-        encoded(chat, {**line, "tools": more})
+    for _ in range(2):  # each conversation that has them
+        with pytest.raises(UnusableText, match="has tools, and the chat template doesn't print it"):
+            encoded(chat, {**line, "tools": more})
     with pytest.raises(UnusableText, match="its message 2 has tool_calls that are no list of objects"):
         encoded(chat, {"messages": [*line["messages"][:1], {**line["messages"][1], "tool_calls": calls[0]}]})
     line["messages"][1] |= {"tool_calls": calls}

@@ -150,7 +150,7 @@ def test_a_column_that_is_named_makes_no_conversations_unreadable(tmp_path: Path
     """Of a mixture the name is for those that are text."""
     write(tmp_path / "a.json", [{"id": 1, "messages": [{"role": "user", "content": "a"}]}])
     found = published.find(f"{tmp_path}/a.json")
-    assert published.kind_of(found, "content", {}, several=True) == "chat"
+    assert published.kind_of(found, "content", {}, mixed=True) == "chat"
     with pytest.raises(UnusableText, match="has the columns id, messages, and reads content as documents"):
         published.kind_of(found, "content", {})
 

@@ -190,6 +190,20 @@ def test_a_lost_peer_is_told_from_a_cause(text: str) -> None:
     assert not lost_peer("CUDA out of memory")
 
 
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("a server said: Connection reset by peer"), FileNotFoundError(2, "none", "a"), RuntimeError("odd")],
+)
+def test_an_error_of_its_own_is_a_line_and_not_taken_for_a_lost_peer(
+    capsys: pytest.CaptureFixture[str], error: Exception
+) -> None:
+    with pytest.raises(type(error)) as caught, ending.exit_status():
+        raise error
+    assert caught.value is error  # so that its traceback is shown
+    line = f"fsdp2: stopped: rank 0 on {socket.gethostname()}: {type(error).__name__}: {error}\n"
+    assert capsys.readouterr().err == line
+
+
 @pytest.mark.parametrize(("rank", "line"), [("0", "fsdp2: stopped by Ctrl-C\n"), ("1", "")])
 def test_ctrl_c_outside_of_the_loop_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: str, line: str

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from fsdp2 import data
-from fsdp2.options.errors import ConfigError
+from fsdp2.options.errors import ConfigError, flag_of
 from fsdp2.options.values import TRACKERS
 from fsdp2.parallel import FUSED, IN_FEW_BITS, LARGEST_BETA2
 
@@ -231,10 +231,9 @@ def _check_saving(config: Options) -> None:
 
 def _check_lora(config: Options) -> None:
     if config.lora is None:
-        given = (config.lora_alpha is not None, config.lora_targets, config.lora_dropout)
-        for flag, one in zip(("--lora-alpha", "--lora-targets", "--lora-dropout"), given, strict=True):
-            if one:
-                raise ConfigError(f"{flag} without --lora: there are no adapters; add --lora RANK")
+        for name in ("lora_alpha", "lora_targets", "lora_dropout"):
+            if getattr(config, name):
+                raise ConfigError(f"{flag_of(name)} without --lora: there are no adapters; add --lora RANK")
         return
     if config.weights is None:
         raise ConfigError(

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from functools import cache, partial
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ TOKENS = re.compile(r"\b(?:bos|cls|eos|mask|pad|sep|unk)_token\b")
 TODAY = datetime(2024, 7, 26)
 # What stands around the text of `{% generation %}` while its place is looked for; no text has such characters.
 BEGIN, END = "\U0010f516\U0010fad1", "\U0010fad1\U0010f516"
-THOUGHTS_END = (">", "]")  # as of </think> and [/THINK]
+THOUGHTS_END = re.compile(r"[>\]]\s*")  # as of </think> and [/THINK]
 TAGS = {"generation": "call mark_of_an_answer()", "endgeneration": "endcall"}
 
 Span = tuple[int, int]
@@ -83,7 +84,7 @@ class Chat:
         self._loaded: Any = None
         self._contents = Contents()
         self._form: str | None = None
-        self._printed: set[str] = set()  # tools of which each is, as JSON
+        self._printed: set[int] = set()  # hashes of lists of tools, each of which is
 
     def source(self) -> str | None:
         """The form of the conversations that it has encoded."""
@@ -153,14 +154,16 @@ class Chat:
                 found.append((at, "tool_calls"))
         found += [one] if (one := left_out(messages, text, render)) else []
         what = [f"its message {at + 1} ({messages[at]['role']}) has {part}" for at, part in found]
-        if not what and tools and (known := json.dumps(tools)) not in self._printed:
-            what = ["has tools"] * any(render(messages, fewer or None) == text for fewer in _one_less(tools))
-            self._printed.add(known)
+        if not what and tools:
+            fewer_tools = [[]] if (these := hash(json.dumps(tools))) in self._printed else _one_less(tools)
+            what = ["has tools"] * any(render(messages, fewer or None) == text for fewer in fewer_tools)
         if what:
             raise UnusableText(
                 f"{where}: {printable(what[0][:80])}, and the chat template doesn't print it; give a template that "
                 "does, or leave it out"
             )
+        if tools:
+            self._printed.add(these)
 
     def _shown(self, messages: list[Any], tools: Any, where: str, learned: bool) -> tuple[str, list[Span]]:
         """`_rendered`, of the messages as they are."""
@@ -248,16 +251,18 @@ def _by_prefixes(text: str, messages: list[Any], render: Callable[..., str], whe
         if number == 0:
             raise UnusableText(f"{where}: begins with an answer; only a template with {{% generation %}} takes that")
         before, after = render(messages[:number], prompt=True), render(messages[: number + 1])
-        turn, rest = after.removeprefix(before), text.removeprefix(before)
-        lacks = [at for at in range(len(turn)) if at == 0 or turn[:at].rstrip().endswith(THOUGHTS_END)]
-        turn = next((turn[at:] for at in lacks if rest.startswith(turn[at:]) and turn[at:].strip()), "")
+        turn, begin = after.removeprefix(before), len(before)
+        ends = (at for one in THOUGHTS_END.finditer(turn) for at in range(one.start() + 1, one.end() + 1))
+        turn = next(
+            (turn[at:] for at in chain([0], ends) if text.startswith(turn[at:], begin) and turn[at:].strip()), ""
+        )
         if not (turn and after.startswith(before) and text.startswith(before)):
             raise UnusableText(
                 f"{where}: the chat template shows message {number + 1}, or those before it, differently when "
                 "more follows, so an answer's prompt can't be found; mark answers in the template by "
                 "{% generation %} … {% endgeneration %}"
             )
-        spans.append((len(before), len(before) + len(turn)))
+        spans.append((begin, begin + len(turn)))
     return spans
 
 

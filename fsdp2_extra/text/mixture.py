@@ -44,8 +44,8 @@ def opened(
     Raises UnusableText.
     """
     names = [source for one in (name, evaluated) if one for source, _ in sources(one)]
-    each, several = by_source(names, fields), len(names) > 1
-    found = [text.opened(source, tokenizer, field, bos, own, several=several) for source, own in each]
+    mixed = len(names) > 1
+    found = [text.opened(source, tokenizer, field, bos, own, mixed) for source, own in by_source(names, fields)]
     if bos != "auto" and all(encoder.kind == "chat" for _, encoder in found):
         raise UnusableText(f"--bos {bos}: the chat template begins a conversation; drop it")
     return found

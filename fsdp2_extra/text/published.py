@@ -122,12 +122,12 @@ def _is_of(split: str, name: str) -> bool:
     return bool(re.search(rf"(^|[-._ 0-9/]){re.escape(split.lower())}([-._ 0-9/]|$)", name.lower()))
 
 
-def kind_of(source: Published, field: str, fields: Fields, *, several: bool = False) -> str:
+def kind_of(source: Published, field: str, fields: Fields, *, mixed: bool = False) -> str:
     """`chat` or `text`, by its columns and which of them was named. Raises UnusableText for neither.
 
-    Of `several` sources the name is for those that are text.
+    Where sources are `mixed`, the name is for those that are text.
     """
-    if (field == "text" or (several and field not in source.columns)) and form_of(source.columns, fields):
+    if (field == "text" or (mixed and field not in source.columns)) and form_of(source.columns, fields):
         return "chat"
     if of_line(fields):
         raise UnusableText(f"{source.name}: {formless(source.columns, fields)}")

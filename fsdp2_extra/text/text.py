@@ -62,20 +62,14 @@ def encoder_of(
 
 
 def opened(
-    name: str,
-    tokenizer: str,
-    field: str = "text",
-    bos: str = "auto",
-    fields: Fields | None = None,
-    *,
-    several: bool = False,
+    name: str, tokenizer: str, field: str = "text", bos: str = "auto", fields: Fields | None = None, mixed: bool = False
 ) -> tuple[str, Encoder]:
     """The place that a `--dataset` of one source names, as `found` takes it, and its encoder. Raises UnusableText."""
     kind, _, place = name.partition(":")
     if name.startswith(PUBLISHED):
         from fsdp2_extra.text import published
 
-        kind, place = published.kind_of(published.find(place), field, fields or {}, several=several), name
+        kind, place = published.kind_of(published.find(place), field, fields or {}, mixed=mixed), name
     return place, encoder_of(kind, tokenizer, field, bos, fields)
 
 

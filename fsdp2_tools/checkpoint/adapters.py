@@ -23,7 +23,7 @@ FILE = "adapter_config.json"  # peft's name
 _BASE = "base_model_name_or_path"
 _CHECKSUM = "app.base.checksum"
 _LARGEST = 10**6  # as --lora-alpha allows
-TRAINED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # dtypes of adapters
+_DTYPES = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
 _A, _B = ".lora_A.default.weight", ".lora_B.default.weight"
 # What a run says there of its adapters. peft has fifteen other settings by which the same tensors mean something else:
 # they are as peft has them by default, which for those that aren't here is empty.
@@ -124,8 +124,8 @@ def _layers(source: Source, adapters: Adapters) -> dict[str, tuple[str, str]]:
     wrong = [f"{name} is no half of a pair" for name, original in names.items() if original not in pairs]
     for layer, (a, b) in found.items():
         shapes = [tuple(source.tensors[name].shape) if name else () for name in (a, b)]
-        if wide := [one for one in (a, b) if one and source.tensors[one].dtype not in TRAINED]:
-            wrong.append(f"those of {layer} are {source.tensors[wide[0]].dtype}")
+        if others := {source.tensors[name].dtype for name in (a, b) if name} - _DTYPES:
+            wrong.append(f"those of {layer} are {others.pop()}")
         if [len(shape) for shape in shapes] != [2, 2] or not shapes[0][0] == shapes[1][1] == adapters.rank:
             wrong.append(f"those of {layer} are {shapes[0]} and {shapes[1]}, and r is {adapters.rank}")
         if not any(f".{layer}".endswith(f".{target}") for target in adapters.targets):

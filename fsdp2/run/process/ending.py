@@ -90,20 +90,17 @@ def exit_status() -> Iterator[None]:
         if speaks(os.environ):
             tell("stopped by Ctrl-C")
         sys.exit(130)
-    except OSError as error:
-        found = explained(error, error.filename or os.curdir)
-        if found is None:
-            raise
-        _say(f"stopped: rank {world().rank}: {found}")
-        os._exit(1)  # as below
-    except UnusableText as error:
-        why = str(error).rpartition("UnusableText: ")[2]  # a loader's process puts its traceback before it
-        _say(f"stopped: rank {world().rank}: --dataset: {refusal(why)}")
-        os._exit(1)  # as below
     except Exception as error:
-        if _TIMED_OUT in str(error):
+        own: object = explained(error, error.filename or os.curdir) if isinstance(error, OSError) else None
+        if isinstance(error, UnusableText):  # a loader's process puts its traceback before it
+            own = f"--dataset: {refusal(str(error).rpartition('UnusableText: ')[2])}"
+        if own is not None:
+            _say(f"stopped: rank {world().rank}: {own}")
+            os._exit(1)  # as below
+        text = str(error) if isinstance(error, RuntimeError) else ""  # as gloo, nccl and the store raise
+        if _TIMED_OUT in text:
             why = "another rank kept it waiting for half an hour: that one is stuck or slow"
-        elif lost_peer(str(error)):
+        elif lost_peer(text):
             why = (
                 "another rank ended or was killed; its traceback, or the signal that torchrun names below "
                 "(exitcode -9: SIGKILL, perhaps because memory ran out), is the cause"
