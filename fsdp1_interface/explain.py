@@ -40,8 +40,8 @@ def constructor_code(
     buffers_cast: list[str],
     on_meta: bool,
 ) -> str:
-    """Code that can be run as it is, where `model` is what FSDP was called with. Only how a model on the meta device
-    gets its values isn't in it, and it says so.
+    """Code that can be run as it is, where `model` is what FSDP was called with. Only how a model that is on the
+    meta device on rank 0 gets its values isn't in it, and it says so.
 
     Args:
         names: of the modules, from before they were sharded.
@@ -51,7 +51,14 @@ def constructor_code(
     if on_meta:
         body.append("# First what is on the meta device gets memory and values: to_empty() and reset_parameters()")
     if arguments.sync_module_states:
-        body += ["for tensor in (*model.parameters(), *model.buffers()):", "    dist.broadcast(tensor.detach(), 0)"]
+        tied = len(list(model.named_parameters(remove_duplicate=False))) > len(list(model.parameters()))
+        body += [
+            "if any(tensor.is_meta for tensor in model.parameters()):  # on a rank that leaves values to rank 0",
+            f'    model.to_empty(device="{arguments.device.type}")',
+            *["    # That unties weights: tie them here, as by model.tie_weights() of transformers"] * tied,
+            "for tensor in (*model.parameters(), *model.buffers()):",
+            "    dist.broadcast(tensor.detach(), 0)",
+        ]
     if buffers_cast:
         assert arguments.mixed_precision is not None  # else nothing would have been cast
         body += [

@@ -159,7 +159,10 @@ def _model_of(found: Found, wanted: str | None) -> tuple[Piece, TreePath]:
         )
     if len(places) > 1:
         labels = [dotted(prefix) if len(found.pieces) == 1 else piece.label for piece, prefix in places]
-        raise Refused(f"{found.place}: holds several models, {', '.join(labels[:6])}; choose one with --model-key")
+        fix = "choose one with --model-key"
+        if len(found.pieces) > 1:  # each with an optimizer's state of its own, as a rule
+            fix = f"give one of them as SRC, and what was saved with it as --optimizer, or {fix}"
+        raise Refused(f"{found.place}: holds several models, {', '.join(labels[:6])}; {fix}")
     return places[0]
 
 
@@ -195,13 +198,16 @@ def _require_shapes(found: Found, model: Mapping[str, Entry], shapes: Mapping[st
 # --- which is the optimizer ----------------------------------------------------------------------------------
 
 
+FILES = "give the model's file as SRC and that optimizer's as --optimizer, or "
+
+
 def _optimizer_of(found: Found) -> tuple[Piece, TreePath] | None:
     places = [(piece, prefix) for piece in found.pieces for prefix in optimizer.find(piece.tree)]
     if len(places) > 1:
         labels = [f"{piece.label} {dotted(prefix)}".strip(". ") for piece, prefix in places]
         raise Refused(
-            f"{found.place}: holds {len(places)} optimizers, {', '.join(labels[:6])}; a run here has one: take the "
-            "weights alone with --no-optimizer"
+            f"{found.place}: holds {len(places)} optimizers, {', '.join(labels[:6])}; a run here has one: "
+            f"{FILES * (len(found.pieces) > 1)}take the weights alone with --no-optimizer"
         )
     if not places:
         strange = [

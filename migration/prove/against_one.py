@@ -7,13 +7,12 @@ have other gradients too, which says nothing more.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from migration.prove.compare import FIRST, LATER, LEFT, apart
 from migration.prove.fingerprint import Print, total
 from migration.prove.habits import HABITS, NOTES, UNSYNCHRONISED, Named, Rule
-from migration.prove.record import Place, Record
+from migration.prove.record import Place, Record, some
 
 
 @dataclass(frozen=True)
@@ -112,25 +111,20 @@ def _loss(record: Record, step: int) -> float:
     return math.fsum(losses) / len(record.readers)
 
 
-def _some(names: Iterable[str]) -> str:
-    names = list(dict.fromkeys(names))
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
 def _unset(one: Record, several: Record) -> Named:
     names = several.facts()["unset"]
-    return ("never-set", f"never set after to_empty(): {_some(names)}") if names else None
+    return ("never-set", f"never set after to_empty(): {some(names)}") if names else None
 
 
 def _weights(one: Record, several: Record) -> Named:
     if differ := several.apart(1, "before"):
         first, second = next(iter(differ.values()))
-        return "different-weights", f"ranks {first} and {second} start from different weights: {_some(differ)}"
+        return "different-weights", f"ranks {first} and {second} start from different weights: {some(differ)}"
     start = one.parts(0, 1, "before")
     for rank in range(len(several.ranks)):
         held = several.parts(rank, 1, "before")
         if names := [name for name, parts in held.items() if _differ(parts, start.get(name, {}))]:
-            return "different-weights", f"rank {rank} starts from other weights than one rank alone: {_some(names)}"
+            return "different-weights", f"rank {rank} starts from other weights than one rank alone: {some(names)}"
     return None
 
 
@@ -175,7 +169,7 @@ def _drift(one: Record, several: Record) -> Named:
                 why = "HYBRID_SHARD of FSDP1 with shards of one rank never synchronises its replicas"
             elif not several.apart(step, "gradient"):
                 why = "their gradients are equal, their updates aren't"
-            return "drift", f"step {step}: replicas drift: {_some(names)} on ranks {first} and {second}; {why}"
+            return "drift", f"step {step}: replicas drift: {some(names)} on ranks {first} and {second}; {why}"
     return None
 
 
@@ -201,7 +195,7 @@ def _buffers(one: Record, several: Record) -> Named:
         if names := [name for name in held if held[name] != first[name]]:
             return (
                 "buffers",
-                f"buffers differ between ranks 0 and {rank}: {_some(names)}; for batch norm: SyncBatchNorm",
+                f"buffers differ between ranks 0 and {rank}: {some(names)}; for batch norm: SyncBatchNorm",
             )
     return None
 
@@ -303,7 +297,7 @@ def _updates(one: Record, several: Record) -> Named:
         return None
     most = max(found.values())
     how = "with equal gradients" if most <= FIRST[False] else f"with gradients up to {most:.0e} apart"
-    text = f"step 1: the optimizer changes {_some(found)} differently, {how}"
+    text = f"step 1: the optimizer changes {some(found)} differently, {how}"
     return "updates", f"{text}: does it use a norm or a mean of one rank's shard?"
 
 

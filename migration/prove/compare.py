@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from migration.prove.fingerprint import total
-from migration.prove.record import Event, Record
+from migration.prove.record import Event, Record, some
 
 EQUAL, ROUNDING, DIFFERENT = "bit-equal", "equal to rounding", "different"
 FAULT = "different by this cause alone"  # shown by a run without it
@@ -243,6 +243,14 @@ def _low_loss(before: Record, after: Record, first: Difference) -> Cause | None:
     return "AFTER's loss is of 16 bits, BEFORE's isn't: FSDP2's output_dtype, as accelerate sets it with bf16", None
 
 
+def _low_buffers(before: Record, after: Record, first: Difference) -> Cause | None:
+    ours, theirs = (one.facts()["low_buffers"] for one in (before, after))
+    if first.what not in ("loss", "gradient of") or not (names := sorted({*ours} - {*theirs})):
+        return None
+    why = f"BEFORE's buffers are of 16 bits, AFTER's aren't ({some(names)})"
+    return f"{why}: FSDP1's buffer_dtype, as accelerate sets it with bf16, casts them (FP03)", None
+
+
 def _seeds(before: Record, after: Record, first: Difference) -> Cause | None:
     why = "the program sets no seed on its ranks: each draws other weights, and FSDP1 and FSDP2 keep other parts"
     return (why, "seed") if first.what == "initial parameter" and first.relative is not None else None
@@ -285,8 +293,9 @@ def _times(before: Record, after: Record, first: Difference) -> Cause | None:
     return f"the loss that AFTER passes to backward() is {factor:.6g} times that of BEFORE{known}", None
 
 
-CAUSES: list[Rule] = [_clipping, _low_loss, _shared_input, _accumulation, _fast_path]
-FAULTS = [_seeds, _samples, _times, _kept_gathered, _never_together, _one_moment, _lost, _fast_path, _left, _low_loss]
+CAUSES: list[Rule] = [_clipping, _low_loss, _low_buffers, _shared_input, _accumulation, _fast_path]
+FAULTS = [_seeds, _samples, _times, _kept_gathered, _never_together, _one_moment, _lost, _fast_path, _left]
+FAULTS += [_low_loss, _low_buffers]
 
 
 def _table(before: Record, after: Record) -> list[dict[str, Any]]:

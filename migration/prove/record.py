@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -123,3 +124,9 @@ class Record:
     def norm(self, step: int) -> float | None:
         """Rank 0's, or the first's that has one."""
         return next(iter(self.norms(step)), None)
+
+
+def some(names: Iterable[str]) -> str:
+    """The first three, and how many more."""
+    names = list(dict.fromkeys(names))
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

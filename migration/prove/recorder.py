@@ -265,8 +265,9 @@ class Recorder:
             self._state("before", gradient=False)
             split = any(map(split_otherwise, self._roots))
             norms = [name for root in self._roots for name in norms_of(root)]
+            held_low = [part.name for _, mine in self._each(buffers) for part in mine if part.values.dtype in LOW]
             facts = self._facts | self._habits.facts | _standing() | fsdp_facts(self._roots)
-            self.write("facts", **facts, split_otherwise=split, norms=norms)
+            self.write("facts", **facts, split_otherwise=split, norms=norms, low_buffers=held_low)
         if whole_gradients(held):
             self.write("unreduced")
             raise Enough(0)

@@ -13,8 +13,10 @@ from functools import cached_property
 from typing import Any
 
 from migration.rewriter.edits import KEPT, MARKED, MOVED
-from migration.rewriter.finding import Finding, make
+from migration.rewriter.finding import DOCS, Finding, make
+from migration.rewriter.rewrite import MARK
 from migration.rewriter.source import LIMIT, Source, Unreadable
+from migration.rewriter.symbols import BY_CODE
 
 # Keys without their `fsdp_`, which accelerate's have and transformers' may have.
 GONE = ("backward_prefetch", "forward_prefetch", "use_orig_params", "sync_module_states", "backward_prefetch_policy")
@@ -84,10 +86,15 @@ class Config:
                 found.append(self._found(place, "FY04", MARKED if local else MOVED))
             elif key in SAME:
                 found.append(self._found(place, "FY05"))
-        if self.kind == "accelerate" and (low := LOW.search(self.source.text)):
-            found.append(self._found(Place("mixed_precision", low[2], low[0].count("\n"), len(low[1])), "FY11", KEPT))
+        found += [self._found(self.low, "FY11", KEPT)] if self.low else []
         as_lines = any(one.status == MARKED for one in found) or self.moved is not None
         return [self._found(self.head, MOVABLE[self.kind], *(() if as_lines else (MARKED, BY_HAND))), *found]
+
+    @property
+    def low(self) -> Place | None:
+        """The precision for which accelerate makes more of 16 bits with FSDP2."""
+        low = LOW.search(self.source.text) if self.kind == "accelerate" else None
+        return low and Place("mixed_precision", low[2], low[0].count("\n"), len(low[1]))
 
     @property
     def _gone(self) -> tuple[str, ...]:
@@ -138,6 +145,9 @@ class Config:
         if self.places and not any(_bare(place.key) == "version" for place in self.places):
             first = self.places[0]
             lines[first.line] = f"{' ' * first.col}{self._prefix}version: 2{newline}" + lines[first.line]
+        if self.low:
+            said = f"{MARK} FY11 {BY_CODE['FY11'].note} ({DOCS}#fy11)"
+            lines[self.low.line] = f"{' ' * self.low.col}{said}{newline}{lines[self.low.line]}"
         return "".join(lines)
 
     def _as_json(self, data: Any) -> str:

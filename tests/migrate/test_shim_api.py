@@ -75,6 +75,7 @@ def logged_code_runs(case: str) -> tuple[list[float], list[float], str]:
         "inputs cast everywhere",
         "batch norm in bf16",
         "ignored parameters",
+        "weights on the first rank",
     ],
 )
 def test_the_code_that_is_logged_trains_the_same(ranks: Ranks, case: str) -> None:

@@ -55,7 +55,9 @@ def test_what_accelerates_bf16_adds_is_told(tmp_path: Path, capsys: pytest.Captu
     path = tmp_path / "fsdp.yaml"
     path.write_text(f"{ACCELERATE}mixed_precision: bf16\n")
     assert run("rewrite", "--write", path) == 0
-    assert path.read_text() == f"{MOVED}mixed_precision: bf16\n"
+    *moved, mark, last = path.read_text().splitlines(keepends=True)
+    assert ("".join(moved), last) == (MOVED, "mixed_precision: bf16\n")
+    assert mark.startswith("# fsdp2: FY11 With FSDP2 accelerate sets output_dtype too")
     assert f"{path}:13:1 FY11 mixed_precision: bf16" in (said := capsys.readouterr().err)
     assert "accelerate sets output_dtype too" in said
     path.write_text(f"{ACCELERATE}mixed_precision: 'no'\n")

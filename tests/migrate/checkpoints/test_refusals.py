@@ -266,7 +266,7 @@ def _dtensors_of_ranks(place: Path, trace: Path) -> list[Any]:
         (_a_truncated_file, "m.pt: can't be loaded"),
         (_a_file_of_values, "holds epoch, name, and it isn't clear which are a model's weights"),
         (_unknown_keys, "name them with --model-key"),
-        (_two_models, "holds several models, student.pt, teacher.pt; choose one with --model-key"),
+        (_two_models, "teacher.pt; give one of them as SRC, and what was saved with it as --optimizer, or choose one"),
         (_two_optimizers, "holds 2 optimizers"),
         (_an_optimizer_alone, "is an optimizer's state alone"),
         (_another_models_optimizer_by_name, "3 of its 3 parameters, such as a.weight, are not in the model"),

@@ -58,6 +58,7 @@ def fast_path_apart() -> float:
         ("model-zero", DIFFERENT, "model.zero_grad() between forward and backward doesn't reach parameters"),
         ("rate", DIFFERENT, None),
         ("low-loss", DIFFERENT, "AFTER's loss is of 16 bits, BEFORE's isn't: FSDP2's output_dtype"),
+        ("low-buffers", DIFFERENT, "BEFORE's buffers are of 16 bits, AFTER's aren't (scale)"),
         ("lost-write", DIFFERENT, "a fault of FSDP1 (FC27): what is written after an evaluation is lost"),
         ("loss", DIFFERENT, None),
     ],

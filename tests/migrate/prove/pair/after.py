@@ -28,9 +28,10 @@ class Net(nn.Module):
         super().__init__()
         self.first = nn.Linear(6, 6)
         self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.register_buffer("scale", torch.full((6,), 1 / 3 if case == "low-buffers" else 1.0), persistent=False)
 
     def forward(self, x, share):
-        x = memory = self.first(x)
+        x = memory = self.first(x) * self.scale
         for block in self.blocks:
             x = block(x, memory if share else 0.5)
         return x

@@ -29,9 +29,10 @@ class Net(nn.Module):
         super().__init__()
         self.first = nn.Linear(6, 6)
         self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.register_buffer("scale", torch.full((6,), 1 / 3 if case == "low-buffers" else 1.0), persistent=False)
 
     def forward(self, x, share):
-        x = memory = self.first(x)
+        x = memory = self.first(x) * self.scale
         for block in self.blocks:
             x = block(x, memory if share else 0.5)
         return x
@@ -47,6 +48,8 @@ if case == "hybrid":
     options.update(device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
 elif case == "late-zero":
     options["sharding_strategy"] = ShardingStrategy.SHARD_GRAD_OP
+if case == "low-buffers":
+    options["mixed_precision"] = MixedPrecision(buffer_dtype=torch.bfloat16)
 model = FSDP(Net(), **options)
 mask = nn.Transformer.generate_square_subsequent_mask(4)
 teacher = nn.TransformerEncoderLayer(6, 2, 12, batch_first=True).eval().requires_grad_(False)
