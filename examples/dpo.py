@@ -259,8 +259,8 @@ def export_model(flags, steps: int):
     spec, to = spec_of(flags), "peft" if flags.lora else "hf"
     like = spec.on_meta("own"), spec.files("own")
     adapters = read_adapters(like[1][lora.FILE], flags.out) if flags.lora else None
-    peft = {"task_type": "CAUSAL_LM"}
-    export(flags.out, f"{flags.out}/model-{steps}", to, like=like, adapters=adapters, peft=peft)
+    more = {"peft": {"task_type": "CAUSAL_LM"}, "talks": flags.pairs_as != "text"}
+    export(flags.out, f"{flags.out}/model-{steps}", to, like=like, adapters=adapters, **more)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ import numpy
 from fsdp2.data import OWN
 from fsdp2.data.errors import UnusableText
 from fsdp2.options.errors import ConfigError
-from fsdp2_extra.text.chat import open_chat
-from fsdp2_extra.text.ends_of_turns import Turns
+from fsdp2_extra.text.chat import Chat, open_chat
+from fsdp2_extra.text.ends_of_turns import NONE, Turns
 from fsdp2_extra.text.places import sources
 from fsdp2_extra.text.rows import Row
 from fsdp2_extra.text.tokenizer import Tokenizer, document
@@ -66,12 +66,7 @@ def asked_of(words: str, dataset: str, tokenizer: str, bos: str, as_: str | None
     try:
         if as_ == "chat" or (as_ is None and own):
             chat = open_chat(tokenizer)
-            messages = [{"role": "user", "content": words}, {"role": "assistant", "content": "yes"}]
-            messages[:0] = [{"role": "system", "content": system}] if system else []
-            ((tokens, learn),) = chat.encode([Row({"messages": messages}, "the prompt", 0)])
-            if not learn[1:].any():
-                raise UnusableText(f"{tokenizer}: its chat template marks no answer; --prompt-as text needs none")
-            turns = Turns(chat.tokenizer.names, chat.about["added"], chat.end)(tokens, learn)
+            tokens, learn, turns = _answered(chat, tokenizer, words, system)
             ends = frozenset({chat.end, *(end for end, _ in turns)})
             return Asked(f"{BY_TEMPLATE}\n{words}\n", tokens[: learn.argmax()], ends, chat.tokenizer)
         if system:
@@ -84,3 +79,25 @@ def asked_of(words: str, dataset: str, tokenizer: str, bos: str, as_: str | None
     if len(tokens) == 0:
         raise ConfigError("--prompt: holds no token; give some text")
     return Asked(words, tokens, frozenset({plain.end}), plain)
+
+
+def ends_of_an_answer(tokenizer: str) -> dict[int, str]:
+    """The tokens, and their texts, that a model learns to end an answer with by a folder's chat template.
+
+    Raises UnusableText.
+    """
+    chat = open_chat(tokenizer)
+    _, _, turns = _answered(chat, tokenizer, "no", None)
+    return {end: chat.tokenizer.names[end] for end, learned in turns if learned and end != NONE}
+
+
+def _answered(
+    chat: Chat, tokenizer: str, words: str, system: str | None
+) -> tuple[numpy.ndarray, numpy.ndarray, list[tuple[int, bool]]]:
+    """A short conversation as tokens, (n,), which of them are learned, and as `Turns` has where its answer ends."""
+    messages = [{"role": "user", "content": words}, {"role": "assistant", "content": "yes"}]
+    messages[:0] = [{"role": "system", "content": system}] if system else []
+    ((tokens, learn),) = chat.encode([Row({"messages": messages}, "the prompt", 0)])
+    if not learn[1:].any():
+        raise UnusableText(f"{tokenizer}: its chat template marks no answer; --prompt-as text needs none")
+    return tokens, learn, list(Turns(chat.tokenizer.names, chat.about["added"], chat.end)(tokens, learn))

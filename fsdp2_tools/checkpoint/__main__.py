@@ -102,6 +102,14 @@ def _flags(file: Path) -> Mapping[str, Any]:
     return flags if isinstance(flags, dict) else {}
 
 
+def may_talk(place: str) -> bool:
+    """Return whether the data of a run may be conversations: tables in `datasets:` are, by their columns. May raise
+    Refused."""
+    file = model_file(place, "config.json")
+    dataset = "" if file is None else str(_flags(file.parents[1] / "config.json").get("dataset"))
+    return "chat:" in dataset or "datasets:" in dataset
+
+
 def adapters_of(place: str) -> Adapters | None:
     """Read the adapters' description in a run, None if it has none. Raises Refused."""
     file = model_file(place, FILE)
@@ -166,6 +174,7 @@ def run(arguments: argparse.Namespace) -> int:
             average=arguments.ema,
             card=card_of(arguments.place, arguments.format, task, average=arguments.ema),
             peft=named_for_peft(arguments.place, task) if arguments.format == "peft" else {},
+            talks=may_talk(arguments.place),
         )
         line += f"; {without}" if without else ""
         print(f"wrote {printable(line)}\nread it: {FORMATS[arguments.format].format(out=arguments.out)}", flush=True)

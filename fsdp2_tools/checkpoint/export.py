@@ -31,6 +31,7 @@ from fsdp2_tools.checkpoint.hf_folder import dtype_of, tied, without_copies, wri
 from fsdp2_tools.checkpoint.nonfinite import Nonfinite
 from fsdp2_tools.checkpoint.options import FOLDERS
 from fsdp2_tools.checkpoint.safetensors_write import write_safetensors
+from fsdp2_tools.checkpoint.stopping import name_ends
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}  # as config.json has it -> ours
@@ -51,6 +52,7 @@ def export(
     average: bool = False,
     card: Callable[[int | None], bytes] | None = None,
     peft: Mapping[str, str] = MappingProxyType({}),
+    talks: bool = False,
 ) -> str:
     """Write the model's weights with plain names; `out` is there as a whole or not at all.
 
@@ -70,10 +72,11 @@ def export(
         card: makes the README.md of a folder of `hf` or `peft`, of the checkpoint's step if it has one.
         peft: for `peft`, `task_type` and `base_model_name_or_path` in the place of what the run's file says.
         base: where those weights are, if not where the file says.
+        talks: the model has learned conversations, so that it stops where its chat template ends an answer.
 
     Returns a line that says what was written. Raises Refused, DamagedCheckpoint or OSError.
     """
-    target, nonfinite = new_path(out), Nonfinite()
+    target, nonfinite, stops = new_path(out), Nonfinite(), ""
     config = like[1].get("config.json") if to == "hf" and like is not None and dtype is None else None
     implied = NAMES.get(dtype_of(config) or "") if config is not None else None
     dtype = dtype or implied
@@ -130,6 +133,8 @@ def export(
                     write_hf(aside, tensors, read, like[0], beside, max_shard_size)
                 else:
                     write_dcp(LocalFiles(aside), tensors, {}, {name: (name,) for name in tensors}, read)
+                if talks and to in FOLDERS and like is not None:
+                    stops = name_ends(aside, like[1])
                 if card is not None and to in FOLDERS and not (aside / CARD).exists():
                     (aside / CARD).write_bytes(card(marker.get("step")))
             folder.fsync(aside.name)
@@ -140,7 +145,7 @@ def export(
     said = f"{target}: {len(tensors)} tensors, {size:,} bytes, {' and '.join(dtypes) or 'no floating point'}"
     if implied is not None:
         said += " as in the model's config.json (--dtype chooses another)"
-    return "; ".join([said, f"the source is {checked}", *nonfinite.note()])
+    return "; ".join([said, f"the source is {checked}", *filter(None, [stops]), *nonfinite.note()])
 
 
 def _with_tokenizer(beside: Mapping[str, bytes], tokenizer: Mapping[str, bytes] | None) -> dict[str, bytes]:

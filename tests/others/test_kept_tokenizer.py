@@ -95,6 +95,34 @@ def test_an_export_has_the_tokenizer_of_training_and_none_of_the_models(
     assert "no tokenizer" not in capsys.readouterr().out
 
 
+def test_generators_stop_where_answers_end(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where the model's own files name another token, as those of a base model do: they don't know the template."""
+    end = transformers.AutoTokenizer.from_pretrained(trained / "other").convert_tokens_to_ids("<|end|>")
+    before = transformers.GenerationConfig.from_pretrained(trained / "model").eos_token_id
+    assert before not in (None, end)
+
+    def exported(run: Path, form: str) -> tuple[Any, str]:
+        out = tmp_path / f"{run.name}-{form}"
+        assert checkpoint(["export", str(run), str(out), "--format", form]) == 0
+        names = form == "hf" and transformers.GenerationConfig.from_pretrained(out).eos_token_id
+        return names, capsys.readouterr().out
+
+    names, said = exported(trained / "chat", "hf")
+    assert (names, "; its generation_config.json names <|end|> too, which ends an answer" in said) == (
+        [before, end],
+        True,
+    )
+    names, said = exported(trained / "file", "hf")  # of text
+    assert (names, "ends an answer" in said) == (before, False)
+    pytest.importorskip("peft")
+    chat = [f"--dataset=chat:{trained}/talks.jsonl", f"--tokenizer={trained}/other", "--seq-len=32"]
+    train(parse(_line(trained, tmp_path / "lora", *chat, "--lora=2")))
+    _, said = exported(tmp_path / "lora", "peft")
+    assert (
+        f"answer ends with <|end|>, which the base doesn't name: generate with eos_token_id=[{before}, {end}]" in said
+    )
+
+
 def test_an_export_of_a_run_on_bytes_has_no_tokenizer(trained: Path, tmp_path: Path, capsys: Any) -> None:
     train(parse(_line(trained, tmp_path / "run", "--tokenizer=bytes", "--strategy=none")))
     assert checkpoint(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--format", "hf"]) == 0
