@@ -6,7 +6,7 @@ A run keeps them in its folder `model/`, beside its checkpoints. What `--tokeniz
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -44,10 +44,10 @@ def require_kept(marker: Mapping[str, Any], files: Mapping[str, bytes], folder: 
         )
 
 
-def replace(files: Files, contents: Mapping[str, bytes]) -> None:
-    """Let a folder hold these files and no others. Several ranks may do it at once."""
+def replace(files: Files, contents: Mapping[str, bytes], ours: Callable[[str], bool]) -> None:
+    """Let a folder hold these files, and no others of names that are `ours`. Several ranks may do it at once."""
     before = set(names(files))
-    for name in before - contents.keys():
+    for name in filter(ours, before - contents.keys()):
         with suppress(FileNotFoundError):
             files.unlink(name)
     for name, content in contents.items():

@@ -187,6 +187,7 @@ def write_start(
     if not finished:
         run.outdate_full_model()
     if not (finished and run.config.exists()):  # a finished run keeps what it was trained with
+        earlier = run.flags() or {}
         write_config(run, config, world.world_size)
         for name, content in files.items():
             run.files.write(name, content)
@@ -194,4 +195,8 @@ def write_start(
             run.files.mkdir("model")
         for name, content in model.items():
             run.files.write(f"model/{name}", content)
-        meaning.replace(run.files.at(meaning.TOKENIZER), kept_files(config).get(meaning.TOKENIZER, {}))
+        if {earlier.get("tokenizer"), config.tokenizer} - {None, "bytes"}:
+            from fsdp2_extra.text.tokenizer_file import is_kept
+
+            kept = kept_files(config).get(meaning.TOKENIZER, {})
+            meaning.replace(run.files.at(meaning.TOKENIZER), kept, is_kept)

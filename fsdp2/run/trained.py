@@ -27,8 +27,8 @@ from fsdp2.options.errors import ConfigError
 from fsdp2.options.own_model import blocks_of
 from fsdp2.options.parser import files_at, to_flags
 from fsdp2.options.strategies import rules_of
-from fsdp2.parallel.autocast import autocast
 from fsdp2.parallel.meta import shared_names
+from fsdp2.parallel.precision import autocast
 from fsdp2.parallelize import parallelize
 from fsdp2.run.directory.marker import kept_files
 from fsdp2.run.directory.rundir import RunDir, read_config

@@ -22,6 +22,7 @@ FILES = (
     *("*chat_template*", "*chat_templates/*"),
 )
 SETTINGS = "config.json"  # of a model; it names the tokens that no file of its tokenizer does
+KEPT = (*FILES, SETTINGS)
 DECLARING = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", SETTINGS)
 LONGEST_FRONT = 16  # tokens that begin a document; those that are known have at most a few
 
@@ -50,7 +51,7 @@ def tokenizer_files(name: str) -> dict[str, bytes]:
     place = Path(name)
     folder = place if place.is_dir() else place.parent
     try:
-        found = files_to_keep(folder, (*FILES, SETTINGS), place)
+        found = files_to_keep(folder, KEPT, place)
     except ValueError as error:
         raise UnusableText(str(error)) from None
     files = {file.relative_to(folder).as_posix(): file.read_bytes() for file in found}
@@ -60,6 +61,11 @@ def tokenizer_files(name: str) -> dict[str, bytes]:
 def is_tokenizers(name: str) -> bool:
     """Return whether a file beside a model is its tokenizer's."""
     return any(fnmatch(name, pattern) for pattern in FILES)
+
+
+def is_kept(name: str) -> bool:
+    """Return whether a run may have written a file of this name among those of its tokenizer."""
+    return any(fnmatch(name, pattern) for pattern in KEPT)
 
 
 class FromFile:

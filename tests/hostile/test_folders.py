@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from fsdp2.options.errors import ConfigError
 from fsdp2.report import PLAN, planned
 from fsdp2.run.preflight import preflight
 from fsdp2.run.process.runtime import World
+from fsdp2.train import main as train
 from fsdp2_extra.allocations.timeline import dump
 from fsdp2_tools import results
 from fsdp2_tools.checkpoint.__main__ import main
@@ -51,6 +53,33 @@ def test_what_is_no_file_of_the_run_is_neither_written_nor_waited_for(run: Path,
         preflight(Config(run_dir=str(run), model_size="tiny", max_steps=2), World(0, 2, 0, 2))
     assert str(run) in str(caught.value)
     assert theirs.read_text() == "theirs"
+
+
+@pytest.mark.parametrize("name", ["model", "tokenizer", "full_model", "tensorboard", "wandb", "mlruns"])
+def test_a_folder_of_the_run_that_is_a_link_is_not_followed(run: Path, name: str) -> None:
+    theirs = run.parent / "theirs"
+    theirs.mkdir()
+    shutil.rmtree(run / name, ignore_errors=True)
+    (run / name).symlink_to(theirs)
+    with pytest.raises(ConfigError, match=rf"{name} isn't a folder of its own, but a link; move it away"):
+        preflight(Config(run_dir=str(run), model_size="tiny", max_steps=2), World(0, 2, 0, 2))
+
+
+@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "model/config.json", "tokenizer/x", "full_model/x"])
+def test_what_no_run_has_written_is_not_replaced(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text('{"model_type": "llama"}')
+    ours = f"{name.split('/')[0]}/" if "/" in name else name
+    with pytest.raises(ConfigError, match=f"{ours} there is no run's, and a run would replace it"):
+        train(Config(run_dir=str(tmp_path), model_size="tiny", max_steps=1))
+    assert (tmp_path / name).read_text() == '{"model_type": "llama"}'
+
+
+def test_a_folder_that_a_user_has_beside_a_run_is_left_alone(run: Path) -> None:
+    (run / "tokenizer").mkdir()
+    (run / "tokenizer" / "tokenizer.json").write_text("theirs")
+    train(Config(run_dir=str(run), model_size="tiny", max_steps=4))
+    assert (run / "tokenizer" / "tokenizer.json").read_text() == "theirs"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -57,6 +57,7 @@ class Hold:
             except OSError as error:
                 raise ConfigError(f"--run-dir {run.place}: can't be used ({error}); check the URL and access") from None
             run.fetch()
+        run.require_own()
 
     def agree(self) -> None:
         """Take over which directory rank 0 has taken. A collective call.

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from fsdp2.checkpoint.store import INDEX, MARKER, DamagedCheckpoint, Store, read
 from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError, shown
 from fsdp2.options.parser import read_file, to_flags
+from fsdp2.options.settings_file import read_table
 from fsdp2.options.values import LONGEST_PATH
 from fsdp2.run.directory.lock import WriterLock
 from fsdp2.run.directory.marker import environment
@@ -61,6 +63,8 @@ class RunDir:
         wrong = [(path, "folder") for path in folders if os.path.lexists(path) and not path.is_dir()]
         files = [path for path in _entries(self.path) if _OURS.match(path.name)]
         kept = (self.full_folder, self.path / "model", self.path / meaning.TOKENIZER)
+        links = [path for path in (*kept, *folders) if path.is_symlink() and path.name != "checkpoints"]
+        wrong += [(path, "folder of its own, but a link") for path in links]
         files += [path for folder in kept for path in _entries(folder)]
         for path in files:
             # A tokenizer may have templates in a folder, whose name has no suffix.
@@ -75,6 +79,27 @@ class RunDir:
                     f"--run-dir {self.place}: {path} can't be written to; give this user the right to, or choose "
                     "another run directory"
                 )
+
+    def flags(self) -> Mapping[str, Any] | None:
+        """What config.json says that the run was started with; None if there is none, or it is no run's."""
+        try:
+            flags = read_table(str(self.config)).get("flags")
+        except (OSError, ValueError):
+            return None
+        return flags if isinstance(flags, dict) else None
+
+    def require_own(self) -> None:
+        """Raise ConfigError for what a run would replace here, though no run has written it."""
+        if self.flags() is not None:
+            return
+        there = [name for name in (self.config.name, self.metrics.name) if self.files.size(name) is not None]
+        kept = ("model", meaning.TOKENIZER, self.full_folder.name)
+        there += [f"{name}/" for name in kept if self.files.list(name)]
+        if there and (there[0] == self.config.name or not self.store.committed()):
+            raise ConfigError(
+                f"--run-dir {self.place}: {there[0]} there is no run's, and a run would replace it; choose another "
+                "folder, or move it away"
+            )
 
     def upload_metrics(self, position: int) -> None:
         """Copy the metrics file up to `position`, and the config, to a remote run's URL."""
