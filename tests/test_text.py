@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +273,17 @@ def _runs_of(corpus: str, folder: str, batch: int) -> tuple[list[float], list[fl
     whole = main_in_ranks([*flags, f"--run-dir={folder}/whole"])
     resumed = [f"--resume={folder}/whole/checkpoints/step-00000002", f"--run-dir={folder}/rest"]
     return losses(whole), losses(main_in_ranks([*flags, *resumed])), of_kind(whole, "eval")[0]
+
+
+def test_data_that_was_moved_is_the_same_data(corpus: Path, tmp_path: Path) -> None:
+    flags = [*LLAMA, "--batch-size=2", "--checkpoint-every=2", f"--run-dir={tmp_path}/run", "--no-save-model"]
+    whole = losses(main_in_ranks([*flags, f"--dataset=text:{corpus}"]))
+    moved = Path(shutil.copyfile(corpus, tmp_path / "moved.txt"))
+    again = [*flags, f"--dataset=text:{moved}", "--resume=2"]
+    assert losses(main_in_ranks(again)) == whole[2:]
+    moved.write_bytes(moved.read_bytes()[:-2] + b"x\n")
+    with pytest.raises(ConfigError, match="--dataset: the checkpoint's data differs from this run's"):
+        main_in_ranks(again)
 
 
 def _targets_of_test(corpus: str) -> int:

@@ -201,9 +201,8 @@ class Batches:
         # Older checkpoints of images don't say it.
         if state.get("content", self.split.content) != self.split.content:
             raise ValueError(
-                "--dataset: the checkpoint's data differs from this run's, though its name and size are the same; "
-                "samples would be repeated or left out. Give the same files, or --init-from to start with the weights "
-                "alone"
+                "--dataset: the checkpoint's data differs from this run's; samples would be repeated or left out. Give "
+                "the same files, in any place, or --init-from to start with the weights alone"
             )
         epoch, position = state["epoch"], state["position"]
         if not (type(epoch) is type(position) is int and 0 <= epoch < 1 << 63 and 0 <= position <= len(self.split)):

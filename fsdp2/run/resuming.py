@@ -14,6 +14,7 @@ from fsdp2.checkpoint.files import Files, is_there
 from fsdp2.checkpoint.places import open_files
 from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, Store, read_marker, require_metadata, says_finite, verify
 from fsdp2.config import Config
+from fsdp2.data import OWN
 from fsdp2.options.errors import ConfigError, shown
 from fsdp2.options.parser import files_at, to_flags
 from fsdp2.options.values import is_step
@@ -151,6 +152,8 @@ def check_checkpoint(config: Config, model: nn.Module, checkpoint: Files, marker
         return  # by a program that had no flags of ours
     theirs, flags = marker.get("config", {}), to_flags(config)
     for flag, why in KEPT.items():
+        if flag == "dataset" and all(str(one.get(flag)).startswith(OWN) for one in (theirs, flags)):
+            continue  # wherever it lies now: its content is compared once it is read
         if flag in theirs and theirs[flag] != flags[flag]:
             raise ConfigError(
                 f"--{flag} {flags[flag]}: the checkpoint to resume from was made with {theirs[flag]}; {why}. Use that"

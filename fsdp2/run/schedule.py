@@ -117,8 +117,8 @@ class Schedule:
             group["lr"] = base * rate
         if before is not None and step != trained:
             return f"--schedule {name}: it counts {step} of the {trained} steps that are done"
-        if before is None or name not in FALLING:
-            return None
+        if before is None or (name not in FALLING and not 0 < self._config.warmup_steps < 1):
+            return None  # the rates don't follow from the run's length
         total, earlier = self.course.total, course(before, self._batches, step, trained).total
         if total == earlier:
             return None
