@@ -146,12 +146,7 @@ def _rates(events: list[tuple[str, dict[str, Any]]]) -> list[float]:
         ("--schedule=cosine --warmup-steps=3", "--max-steps=4", "--max-steps=6", "step 6, and was to end at step 4"),
         ("--schedule=cosine", "--epochs=1", "--epochs=2", "this run ends at step 6, and was to end at step 3"),
         ("--schedule=constant --warmup-steps=3", "--max-steps=4", "--max-steps=5", None),
-        (
-            "--schedule=constant --warmup-steps=0.5",
-            "--max-steps=2",
-            "--max-steps=5",
-            "step 5, and was to end at step 2",
-        ),
+        ("--schedule=constant --warmup-steps=0.5", "--max-steps=2", "--max-steps=5", "5, and was to end at step 2"),
         ("--schedule=step --gamma=0.5", "--epochs=1", "--epochs=2", None),
         ("--schedule=step --gamma=0.5 --warmup-steps=1", "--epochs=1", "--epochs=2", None),
     ],

@@ -278,10 +278,10 @@ def _runs_of(corpus: str, folder: str, batch: int) -> tuple[list[float], list[fl
 def test_data_that_was_moved_is_the_same_data(corpus: Path, tmp_path: Path) -> None:
     flags = [*LLAMA, "--batch-size=2", "--checkpoint-every=2", f"--run-dir={tmp_path}/run", "--no-save-model"]
     whole = losses(main_in_ranks([*flags, f"--dataset=text:{corpus}"]))
-    moved = Path(shutil.copyfile(corpus, tmp_path / "moved.txt"))
+    moved = Path(shutil.copyfile(corpus, tmp_path / f"moved{corpus.suffix}"))
     again = [*flags, f"--dataset=text:{moved}", "--resume=2"]
     assert losses(main_in_ranks(again)) == whole[2:]
-    moved.write_bytes(moved.read_bytes()[:-2] + b"x\n")
+    moved.write_bytes(moved.read_bytes().replace(b'"text": "', b'"text": "x', 1))
     with pytest.raises(ConfigError, match="--dataset: the checkpoint's data differs from this run's"):
         main_in_ranks(again)
 
