@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp2.units import printable
-from migration.rewriter.configs import Config, read_config
+from migration.rewriter.configs import UNKNOWN, Config, read_config
 from migration.rewriter.edits import BLOCKS, KEPT, Undecided
 from migration.rewriter.finding import Finding, make, of, sort
 from migration.rewriter.module import Module
@@ -117,7 +117,7 @@ def everything(paths: Sequence[str], *, texts: bool = True) -> Everything:
     findings = of(result.account) + [finding for config in configs for finding in config.findings()]
     read = {source.path for source in program.sources.values()}
     missing = [path for path in files if path.suffix not in CONFIGS and path not in read]
-    missing = [path for path in (*missing, *unread_configs) if _names_fsdp1(path)]
+    missing = [p for p in (*missing, *unread_configs) if UNKNOWN in unread_configs.get(p, "") or _names_fsdp1(p)]
     findings += [make(str(path), (None, 1, 1), "FC24", "a file that wasn't read", BLOCKS) for path in missing]
     for path, why in program.unparsable.items():
         source = program.sources[path]

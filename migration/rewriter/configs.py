@@ -25,6 +25,8 @@ SAME = ("auto_wrap_policy", "offload_params", "activation_checkpointing", "trans
         "min_num_params", "cpu_ram_efficient_loading")  # fmt: skip
 STRATEGY = ("sharding_strategy", "reshard_after_forward")  # which takes a strategy with FSDP1
 ACCELERATE = {f"fsdp_{key}" for key in (*GONE, *SAME, *STRATEGY, "state_dict_type", "version")}
+UNKNOWN = "in a form that isn't known here"
+SHARDS = re.compile("full_shard|shard_grad_op|hybrid_shard|no_shard")
 XLA = ("xla", "xla_fsdp_v2", "xla_fsdp_settings", "xla_fsdp_grad_ckpt")
 TRAINERS = {*GONE, *GONE_TRAINERS, *SAME, *XLA, "cpu_offload", "reshard_after_forward", "state_dict_type", "version"}
 SIGNS = re.compile("fsdp|transformer_layer_cls_to_wrap", re.IGNORECASE)
@@ -182,7 +184,30 @@ def read_config(source: Source) -> Config | None:
     if not SIGNS.search(source.path.name + source.text):
         return None
     data = _read(source)
-    return (_trainers(source, data) or _kind(source, data)) if isinstance(data, Mapping) else None
+    found = (_trainers(source, data) or _kind(source, data)) if isinstance(data, Mapping) else None
+    if found is None and (sign := _sign(data, source.path.name)):
+        raise Unreadable(f"says {sign} {UNKNOWN}: move it by hand ({DOCS}#fy01)")
+    return found
+
+
+def _sign(value: Any, under: str) -> str | None:
+    """The key, anywhere, that means FSDP1 to accelerate or transformers; None without one.
+
+    Args:
+        under: the key that the value is under, or the file's name.
+    """
+    if isinstance(value, list):
+        return next(filter(None, (_sign(one, under) for one in value)), None)
+    if not isinstance(value, Mapping):
+        given = str(value).lower()
+        is_sign = (under, given) == ("distributed_type", "fsdp") or (under == "fsdp" and SHARDS.search(given))
+        return f"{under}: {value}" if is_sign else None
+    keys = {_bare(str(key)) for key in value}
+    if str(value.get("fsdp_version", value.get("version"))) == "2":
+        return None
+    if under.removesuffix(".json") == "fsdp_config" and keys & TRAINERS:
+        return under
+    return next(filter(None, (_sign(one, str(key)) for key, one in value.items())), None)
 
 
 def _trainers(source: Source, data: Mapping[str, Any]) -> Config | None:

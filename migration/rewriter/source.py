@@ -29,7 +29,8 @@ SKIPPED = {".git", ".hg", ".tox", ".venv", "venv", "node_modules", "__pycache__"
 SKIPPED.add(INTERFACE)
 # Between a notebook's cells: a comment, so that it survives all changes and the cells can be told apart again.
 BORDER = "#~ next cell of the notebook ~#\n"
-MAGIC = re.compile(r"^[ \t]*[%!?]", re.MULTILINE)
+# Commands: `%time`, `!pip install x`, `?f`, `files = !ls`, `model?`.
+MAGIC = re.compile(r"^([ \t]*)(?:[%!?]|[\w., \t]+=[ \t]*[%!](?!=)|[\w.]+\?{1,2}[ \t]*$)", re.MULTILINE)
 
 
 class Unreadable(ValueError):
@@ -68,7 +69,7 @@ class Source:
     bom: bool = False
     cells: list[Cell] = field(default_factory=list)
     notebook: dict[str, Any] | None = None
-    indent: int | str | None = 1
+    raw: str = ""
 
     @property
     def newline(self) -> str:
@@ -88,7 +89,7 @@ class Source:
         """The text for a Python parser: lines of notebook commands become comments of the same length."""
         if self.notebook is None:
             return self.text
-        return MAGIC.sub(lambda match: match.group(0)[:-1] + "#", self.text)
+        return MAGIC.sub(lambda match: f"{match[1]}#{match[0][len(match[1]) + 1 :]}", self.text)
 
     def pieces(self, text: str) -> list[str]:
         """A changed text's cells; of a file that is no notebook, the text."""
@@ -103,7 +104,12 @@ class Source:
             cell = cells["cells"][known.index - 1]
             # nbformat allows both; what the notebook had is kept.
             cell["source"] = piece.splitlines(keepends=True) if isinstance(cell["source"], list) else piece
-        return (json.dumps(cells, indent=self.indent, ensure_ascii=False) + "\n").encode()
+        # In the layout of the file, so that a diff has what was moved alone.
+        indent = re.search(r"\n([ \t]+)\"", self.raw)
+        compact = (",", ":") if not indent and '": ' not in self.raw else None
+        made = json.dumps(cells, indent=indent and indent[1], ensure_ascii=self.raw.isascii(), separators=compact)
+        newline = "\r\n" if "\r\n" in self.raw else "\n"
+        return (made.replace("\n", newline) + self.raw[len(self.raw.rstrip()) :]).encode()
 
 
 def read(path: Path) -> Source:
@@ -148,9 +154,7 @@ def _notebook(path: Path, text: str) -> Source:
         if python:
             cells.append(Cell(index, len(joined), len(joined) + len(source)))
             joined += source + "\n" + BORDER
-    match = re.search(r"\n([ \t]+)\"", text)
-    indent: int | str | None = len(match.group(1)) if match and "\t" not in match.group(1) else None
-    return Source(path, joined, cells=cells, notebook=notebook, indent=indent)
+    return Source(path, joined, cells=cells, notebook=notebook, raw=text)
 
 
 def find(paths: Sequence[str | os.PathLike[str]]) -> tuple[list[Path], list[str]]:

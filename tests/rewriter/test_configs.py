@@ -111,6 +111,34 @@ def test_others_are_found_and_left(tmp_path: Path, name: str, text: str, code: s
 @pytest.mark.parametrize(
     ("name", "text"),
     [
+        ("none.yaml", "distributed_type: FSDP\nnum_processes: 8\n"),
+        ("empty.yaml", "distributed_type: FSDP\nfsdp_config: {}\n"),
+        (
+            "list.yaml",
+            "a:\n  - distributed_type: FSDP\n    fsdp_config:\n      fsdp_sharding_strategy: FULL_SHARD\n",
+        ),
+        ("trainers.yaml", "output_dir: x\nfsdp: full_shard auto_wrap\n"),
+        ("fsdp_config.json", '{"_comment": "ours", "use_orig_params": true}'),
+    ],
+)
+def test_what_says_fsdp_in_another_form_is_not_passed_over(
+    tmp_path: Path, name: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    assert run("check", path) == 1
+    printed = capsys.readouterr()
+    assert "FC24" in printed.out
+    assert "in a form that isn't known here: move it by hand" in printed.err
+    run("rewrite", "--write", path)
+    assert path.read_text() == text
+    path.write_text(text.replace("FSDP", "MULTI_GPU").replace("fsdp", "ours").replace("orig_params", "seed"))
+    assert run("check", path) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
         ("flow.yaml", "fsdp_config: {fsdp_sharding_strategy: FULL_SHARD, fsdp_use_orig_params: true}\n"),
         ("below.yaml", "fsdp_config:\n  fsdp_sharding_strategy:\n    FULL_SHARD\n"),
         ("question.yaml", "fsdp_config:\n  ? fsdp_sharding_strategy\n  : FULL_SHARD\n"),

@@ -33,21 +33,36 @@ def test_notebooks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cells = (
         "!pip install torch\nimport torch\nfrom torch.distributed.fsdp import FullyShardedDataParallel as FSDP",
         "%%bash\necho FSDP(model)",
-        "model = torch.nn.Linear(2, 2)\nmodel = FSDP(model)\n",
+        "files = !ls\nmodel = torch.nn.Linear(2, 2)\nmodel = FSDP(model)\nmodel?\n",
         "norm = model.clip_grad_norm_(1.0)",
     )
     path.write_text(notebook(*cells))
     assert run("check", "--all", path) == 1
     printed = capsys.readouterr().out
-    assert f"{path}:cell 4:2:9 FA01" in printed
+    assert f"{path}:cell 4:3:9 FA01" in printed
     assert f"{path}: imports of FSDP1 in lines cell 1:3\n" in printed
     assert run("rewrite", "--write", path) == 0
     assert path.read_text() == notebook(
         "!pip install torch\nimport torch\nfrom torch.distributed.fsdp import fully_shard",
         cells[1],
-        "model = torch.nn.Linear(2, 2)\nfully_shard(model)\n",
+        "files = !ls\nmodel = torch.nn.Linear(2, 2)\nfully_shard(model)\nmodel?\n",
         "norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()",
     )
+
+
+@pytest.mark.parametrize(
+    "layout", [{"indent": 2}, {"indent": "\t"}, {"separators": (",", ":")}, {"indent": 1, "ensure_ascii": False}]
+)
+@pytest.mark.parametrize(("newline", "end"), [("\n", "\n"), ("\r\n", "\r\n"), ("\n", "")])
+def test_the_layout_of_a_notebooks_file_stays(tmp_path: Path, layout: dict[str, Any], newline: str, end: str) -> None:
+    def made(*cells: str) -> bytes:
+        found = json.loads(notebook(*cells, "'Größe'"))
+        return (json.dumps(found, **layout).replace("\n", newline) + end).encode()
+
+    path = tmp_path / "tour.ipynb"
+    path.write_bytes(made("from torch.distributed.fsdp import FullyShardedDataParallel as FSDP\nFSDP(net)"))
+    assert run("rewrite", "--write", path) == 0
+    assert path.read_bytes() == made("from torch.distributed.fsdp import fully_shard\nfully_shard(net)")
 
 
 def test_a_file_that_is_not_python_is_one_line_and_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
