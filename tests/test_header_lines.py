@@ -116,7 +116,11 @@ def test_counts_of_conversations_are_those_of_their_sequences(tmp_path: Path) ->
     ("template", "turn", "warning"),
     [
         (PLAIN, "<|end|> ends a turn, learned in 80 of 80 answers", None),
-        (OTHER, "<|system|> ends a turn (eos_token is <|end|>), learned in 80 of 80 answers", None),
+        (
+            OTHER,
+            "<|system|> ends a turn (eos_token is <|end|>; an export names both), learned in 80 of 80 answers",
+            None,
+        ),
         (
             UNENDED,
             "<|end|> ends a turn, learned in 0 of 80 answers",

@@ -61,6 +61,7 @@ def _training(dataset: Dataset, each: int | None) -> list[str]:
     if about["kind"] == "chat":
         if about["left_out"]:
             why = why_left_out(about["left_out"], parts[0].seq_len)
+            why += f" ({printable(about['refusal'])})" if REFUSED in about["left_out"] else ""
             sizes = f"{sizes}; left out by --bad-samples drop: {why}"
         beside = printable(about["beside"][: 2 * MOST_CHARACTERS])
         counts = f"conversations: {sizes}); truncated: none, dropped: {beside or 'none'}"
@@ -165,8 +166,8 @@ def _turn(dataset: Dataset) -> str:
     if int(token) == NONE:
         return "no token ends a turn"
     name, count, end = _name(dataset.classes[int(token)]), turns[token][0], _name(about["ends"])
-    other = "" if name == end else f" (eos_token is {end or 'none'})"
-    left_out = " (counted before some were left out)" if about["left_out"] else ""
+    other = "" if name == end else f" (eos_token is {end or 'none'}; an export names both)"
+    left_out = ", with those in what is left out" if about["left_out"] else ""
     return f"{name} ends a turn{other}, learned in {count:,} of {_answers(about):,} answers{left_out}"
 
 

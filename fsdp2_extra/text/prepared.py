@@ -13,6 +13,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy
@@ -294,11 +295,13 @@ def _usable(
     return usable, {why: count for why, count in counts.items() if count}
 
 
-def why_left_out(left_out: Mapping[str, int], seq_len: int) -> str:
-    """The number of conversations that can't be learned, and the reasons, in words."""
+def why_left_out(left_out: Mapping[str, int], seq_len: int, where: Mapping[str, str] = MappingProxyType({})) -> str:
+    """The number of conversations that can't be learned, the reasons, in words, and where some are."""
     words = {TOO_LONG: f"longer than --seq-len {seq_len} (none is cut)", UNLEARNED: "without an answer to learn"}
     words[REFUSED] = "that can't be read"
-    return " and ".join(f"{count:,} {words[why]}" for why, count in left_out.items())
+    return " and ".join(
+        f"{count:,} {words[why]}{(where.get(why) and f' in {where[why]}') or ''}" for why, count in left_out.items()
+    )
 
 
 def _refusal(name: str, meta: dict[str, Any], seq_len: int, left_out: Mapping[str, int]) -> str:
@@ -306,13 +309,14 @@ def _refusal(name: str, meta: dict[str, Any], seq_len: int, left_out: Mapping[st
     drop = "mend them, or add --bad-samples drop, which leaves them out and counts them"
     if left_out == {REFUSED: 1}:
         return f"{printable(meta['refusal'])}; {drop}"
-    long = [place for length, place in meta["longest"] if length > seq_len] if TOO_LONG in left_out else []
-    where = list(dict.fromkeys([*meta["unlearned"], *meta["unread"], *long]))[:NAMED]
+    long = [place for length, place in meta["longest"] if length > seq_len]
+    some = {TOO_LONG: long, UNLEARNED: meta["unlearned"][:NAMED], REFUSED: meta["unread"]}
     count = sum(meta["documents"].values()) + meta["refused"]
-    what = f"of {count:,} conversations {why_left_out(left_out, seq_len)}"
+    what = why_left_out(left_out, seq_len, {why: places(where) for why, where in some.items()})
     fix = f"raise --seq-len, to {meta['longest'][0][0]:,} for the longest, " * (TOO_LONG in left_out)
-    first = f"; {printable(meta['refusal'])}" if REFUSED in left_out else ""
-    return f"{name}: {what} ({places(where)}){first}; {fix}{drop}"
+    reasons = f"; {printable(meta['refusal'])}" if REFUSED in left_out else ""
+    # The file is named once.
+    return f"{name}: " + f"of {count:,} conversations {what}{reasons}; {fix}{drop}".replace(f"{name}, line", "line")
 
 
 def places(where: Sequence[str]) -> str:

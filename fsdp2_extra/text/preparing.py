@@ -37,6 +37,7 @@ from fsdp2_extra.text.prepared import (
     dtype_of,
     files_of,
     is_prepared,
+    places,
     read_meta,
     source_of,
 )
@@ -145,7 +146,7 @@ def _make(files: Sequence[File], work: Path, source: str, encoder: Encoder, say:
         raise UnusableText(f"{files[0].name}: no line has the field {none[0]}, which --chat-fields names; drop it")
     if not sum(output.tokens.values()):
         if output.refused:
-            raise UnusableText(output.refusal)
+            raise UnusableText(output.refusal[:MOST])
         others = f", nor in {len(files) - 1} others" if len(files) > 1 else ""
         raise UnusableText(f"{files[0].name}: there is no text in it{others}; give files that have some")
     meta = {
@@ -204,7 +205,7 @@ class _Output:
         turns: of conversations, by the token that ends an answer: in how many it is learned, and in how many not.
         longest: of conversations, the tokens of some and where each is.
         unlearned: where some conversations are of which nothing is learned.
-        refused, refusal, unread: how many conversations can't be read, why the first can't, and where some are.
+        refused, unread: how many conversations can't be read, and where some are.
     """
 
     def __init__(self, encoder: Encoder, files: Mapping[str, BinaryIO]) -> None:
@@ -218,16 +219,26 @@ class _Output:
         self.turns: dict[str, list[int]] = {}
         self.longest: list[tuple[int, str]] = []
         self.unlearned: list[str] = []
-        self.refused, self.refusal = 0, ""
+        self.refused, self._first = 0, ""
         self.unread: list[str] = []
+        self._reasons: dict[str, list[str]] = {}  # why, and where some are
         self.beside: set[str] = set()
 
     def refuse(self, row: Row, why: UnusableText) -> None:
         """Count one. Raise the first reason where most can't be read: that is the template's fault, or the fields'."""
-        self.refused, self.refusal = self.refused + 1, self.refusal or str(why)
-        self.unread += [row.where] * (len(self.unread) < NAMED)
+        self.refused, self._first = self.refused + 1, self._first or str(why)
+        if len(self.unread) < NAMED:
+            self.unread.append(row.where)
+            self._reasons.setdefault(str(why).removeprefix(row.where).lstrip(":, "), []).append(row.where)
         if self.refused >= ENOUGH and self.refused > sum(self.documents.values()):
-            raise UnusableText(self.refusal)
+            raise UnusableText(self._first)
+
+    @property
+    def refusal(self) -> str:
+        """Why those can't be read that are in `unread`: each reason with its lines."""
+        if len(self._reasons) < 2:
+            return self._first
+        return "; ".join(f"{places(where)}: {why}" for why, where in self._reasons.items())
 
     def add(self, row: Row, tokens: numpy.ndarray, learn: numpy.ndarray | None) -> None:
         if not len(tokens) and not self._inside:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import getpass
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -90,7 +91,10 @@ SelectType=select/cons_tres
 MpiDefault=none
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2
-PartitionName=main Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=main Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=60
+PartitionName=first Nodes=n1,n2 MaxTime=INFINITE State=UP PriorityTier=2
 """
 
 
@@ -188,6 +192,19 @@ def test_a_job_whose_time_is_over_is_queued_again_and_goes_on_bit_for_bit(
     assert world_size(run) == 2 * tasks
     whole = ranks.run(main_in_ranks, small(tmp_path / "whole", *flags), ranks=2 * tasks)[0]
     assert [record["loss"] for record in metrics(run, "train")] == losses(whole)
+
+
+@pytest.mark.slow
+def test_a_preempted_job_saves_in_its_grace_and_is_queued_again(tmp_path: Path, slurm: dict[str, str]) -> None:
+    run, log = tmp_path / "run", tmp_path / "job.log"
+    job = _submit(slurm, log, 1, *small(run, "--checkpoint-every=100000", "--max-steps=500", "--no-save-model"))
+    _until_step(run, 1, log)
+    _slurm(["sbatch", "--partition=first", "--nodes=2", "--exclusive", "--wrap=sleep 1", "--output=/dev/null"], slurm)
+    assert _ended(job, slurm) == ("COMPLETED", 1), log.read_text()
+    (resumed,) = metrics(run, "resume")
+    assert f"SIGTERM: saved at step {resumed['step']} after" in log.read_text()
+    assert f"fsdp2: preempted; job {job} is in the queue again" in log.read_text()
+    assert re.search(rf"^fsdp2: job {job}, start 2, on n\[1-2\], 20", log.read_text(), re.MULTILINE)
 
 
 @pytest.mark.slow
