@@ -72,13 +72,13 @@ def test_a_tuner_of_ones_own_chooses_by_the_loss(tmp_path: Path) -> None:
 
 
 RECORD = """
-        import json, os, signal
-        with open(f"{job['run']}-{dist.get_rank()}.jsonl", "a") as file:
-            file.write(json.dumps([step, total.item(), batch["id"].tolist()]) + "\\n")
-        once = Path(job["run"] + "-kill")
-        if step == 12 and dist.get_rank() == 1 and once.exists():
-            once.unlink()
-            os.kill(os.getpid(), signal.SIGKILL)
+            import json, os, signal
+            with open(f"{job['run']}-{dist.get_rank()}.jsonl", "a") as file:
+                file.write(json.dumps([step, total.item(), batch["id"].tolist()]) + "\\n")
+            once = Path(job["run"] + "-kill")
+            if step == 12 and dist.get_rank() == 1 and once.exists():
+                once.unlink()
+                os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
@@ -91,7 +91,7 @@ def test_a_loop_of_ones_own_on_a_dataset_goes_on_bit_for_bit(tmp_path: Path) -> 
     def steps_of(name: str, times: int = 1) -> list[list[Any]]:
         """What each rank does: step, loss and rows."""
         text = BLOCKS[2].replace('"/shared/runs"', repr(str(tmp_path))).replace("on-a-dataset", name)
-        text = text.replace("        if step % 5 == 0:", f"{RECORD}        if step % 5 == 0:")
+        text = text.replace("            if step % 5 == 0:", f"{RECORD}            if step % 5 == 0:")
         text = text.replace("override_num_blocks=8)", "override_num_blocks=8).map_batches(late)")
         for _ in range(times):
             names: dict[str, Any] = {"late": late}
@@ -108,8 +108,26 @@ def test_a_loop_of_ones_own_on_a_dataset_goes_on_bit_for_bit(tmp_path: Path) -> 
     assert not (tmp_path / "killed-kill").exists()
     for steps, again in zip(whole, killed, strict=True):
         assert [step for step, *_ in steps] == list(range(1, 21))
-        rows = [row for *_, batch in steps for row in batch]
-        assert rows == sorted(rows)
+        for epoch in (steps[:10], steps[10:]):
+            rows = [row for *_, batch in epoch for row in batch]
+            assert rows == sorted(rows)
         assert [step for step, *_ in again] in ([*range(1, n + 1), *range(11, 21)] for n in (11, 12))
         assert all(one == steps[one[0] - 1] for one in again)
-    assert sorted(row for steps in whole for *_, batch in steps for row in batch) == list(range(400))
+    assert sorted(row for steps in whole for *_, batch in steps[:10] for row in batch) == list(range(400))
+
+
+@pytest.mark.slow
+def test_ray_keeps_the_best_checkpoints_of_such_a_loop(tmp_path: Path) -> None:
+    text = BLOCKS[2].replace('"/shared/runs"', repr(str(tmp_path))).replace('"keep": 2', '"keep": 10**6')
+    best = 'checkpoint_config=CheckpointConfig(num_to_keep=2, checkpoint_score_attribute="loss", '
+    text = text.replace("failure_config=", f'{best}checkpoint_score_order="min"), failure_config=')
+    text = text.replace("import DataConfig,", "import CheckpointConfig, DataConfig,")
+    text = text.replace("            if step % 5 == 0:", f"{RECORD}            if step % 5 == 0:")
+    (tmp_path / "on-a-dataset-kill").touch()
+    names: dict[str, Any] = {}
+    exec(text, names)
+    assert not (tmp_path / "on-a-dataset-kill").exists()
+    kept = sorted(one.name for one in (tmp_path / "on-a-dataset" / "checkpoints").glob("step-*"))
+    assert names["result"].checkpoint.path.endswith("step-00000020")
+    assert "step-00000020" in kept
+    assert len(kept) <= 3  # the best two, and the newest
