@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -62,11 +61,3 @@ def with_inputs_in(batch: Any, dtype: torch.dtype) -> Any:
     inputs = batch.inputs
     other = {name: cast(one) for name, one in inputs.items()} if isinstance(inputs, dict) else cast(inputs)
     return dataclasses.replace(batch, inputs=other)
-
-
-def autocast(device_type: str, compute: str | None) -> AbstractContextManager[object]:
-    """The context of a forward that isn't FSDP's; `compute` is `bf16`, `fp16` or None for no cast.
-
-    Source: https://docs.pytorch.org/docs/stable/amp.html
-    """
-    return nullcontext() if compute is None else torch.autocast(device_type, DTYPES[compute])

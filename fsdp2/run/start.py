@@ -195,8 +195,7 @@ def write_start(
             run.files.mkdir("model")
         for name, content in model.items():
             run.files.write(f"model/{name}", content)
-        if {earlier.get("tokenizer"), config.tokenizer} - {None, "bytes"}:
+        if any(one not in (None, "bytes") for one in (earlier.get("tokenizer"), config.tokenizer)):
             from fsdp2_extra.text.tokenizer_file import is_kept
 
-            kept = kept_files(config).get(meaning.TOKENIZER, {})
-            meaning.replace(run.files.at(meaning.TOKENIZER), kept, is_kept)
+            meaning.replace(run.files.at(meaning.TOKENIZER), kept_files(config).get(meaning.TOKENIZER, {}), is_kept)

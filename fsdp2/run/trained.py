@@ -28,8 +28,8 @@ from fsdp2.options.own_model import blocks_of
 from fsdp2.options.parser import files_at, to_flags
 from fsdp2.options.strategies import rules_of
 from fsdp2.parallel.meta import shared_names
-from fsdp2.parallel.precision import autocast
 from fsdp2.parallelize import parallelize
+from fsdp2.run.directory.lock import WriterLock
 from fsdp2.run.directory.marker import kept_files
 from fsdp2.run.directory.rundir import RunDir, read_config
 from fsdp2.run.init_from import require_finite
@@ -110,6 +110,8 @@ def load_plain(config: Config, load: Load, device: torch.device) -> Callable[[Ba
     model: nn.Module = spec.build(config.model_size)
     load(model)
     model.to(device).eval()
+
+    from fsdp2_extra.baselines.autocast import autocast
 
     def forward(batch: Batch) -> Any:
         with autocast(device.type, config.mixed_precision):
@@ -209,7 +211,7 @@ def _whole(run: RunDir, config: Config, world: World) -> tuple[str, Load, bool]:
     if world.world_size > 1:
         raise ConfigError("fsdp2.infer under torchrun: one process loads the full model; add --sharded or use python")
     try:
-        run.fetch_full_model()
+        _fetch_full_model(run)
     except (DamagedCheckpoint, OSError) as error:
         raise ConfigError(f"{run.place}: its full model can't be used ({error}); use --sharded, or finish it") from None
     if run.full_weights is None:
@@ -223,6 +225,25 @@ def _whole(run: RunDir, config: Config, world: World) -> tuple[str, Load, bool]:
     # FSDP casts at the edges of its groups, so that alone gives the run's accuracy; DDP has autocast.
     casts = config.mixed_precision is not None and not rules_of(config.strategy).autocasts
     return weights, from_file(config, run.full_weights), casts
+
+
+def _fetch_full_model(run: RunDir) -> None:
+    """Copy a remote run's full model, and the marker that vouches for it, to the run's local folder if it isn't there.
+
+    Raises DamagedCheckpoint if it isn't at the URL, or isn't as its marker says; ConfigError if a run of this machine
+    is writing to the folder; OSError.
+    """
+    if not run.is_remote:
+        return
+    from fsdp2_extra.remote.copies import fetch_full_model, lacking
+
+    (here, there), name = run.full_folders(), run.full_model.name
+    if (marker := lacking(here, there, name)) is not None:
+        lock = WriterLock(run.path, flag="RUN")
+        try:
+            fetch_full_model(here, there, name, marker)
+        finally:
+            lock.release()
 
 
 @contextmanager

@@ -235,7 +235,7 @@ class _Output:
 
     @property
     def refusal(self) -> str:
-        """Why those can't be read that are in `unread`: each reason with its lines."""
+        """The reasons why those in `unread` can't be read, each with its lines."""
         if len(self._reasons) < 2:
             return self._first
         return "; ".join(f"{places(where)}: {why}" for why, where in self._reasons.items())

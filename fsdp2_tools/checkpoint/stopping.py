@@ -1,4 +1,4 @@
-"""Where a model that has learned conversations stops, said in the file that generators read."""
+"""The token at which a model that has learned conversations stops, in the file that generators read."""
 
 from __future__ import annotations
 

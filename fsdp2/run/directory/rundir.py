@@ -18,9 +18,7 @@ from fsdp2.checkpoint.store import INDEX, MARKER, DamagedCheckpoint, Store, read
 from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError, shown
 from fsdp2.options.parser import read_file, to_flags
-from fsdp2.options.settings_file import read_table
 from fsdp2.options.values import LONGEST_PATH
-from fsdp2.run.directory.lock import WriterLock
 from fsdp2.run.directory.marker import environment
 
 LINEAGE = "memory.json"  # which start of the run its checkpoints in memory belong to
@@ -59,12 +57,11 @@ class RunDir:
 
         A FIFO would be waited for without end, and a link to a file would be written through, wherever it leads.
         """
-        folders = [self.full_folder, *(self.path / one for one in ("checkpoints", "tensorboard", "wandb", "mlruns"))]
+        folders = [self.path / one for one in ("checkpoints", "full_model", "tensorboard", "wandb", "mlruns")]
         wrong = [(path, "folder") for path in folders if os.path.lexists(path) and not path.is_dir()]
         files = [path for path in _entries(self.path) if _OURS.match(path.name)]
         kept = (self.full_folder, self.path / "model", self.path / meaning.TOKENIZER)
-        links = [path for path in (*kept, *folders) if path.is_symlink() and path.name != "checkpoints"]
-        wrong += [(path, "folder of its own, but a link") for path in links]
+        wrong += [(path, "folder of its own, but a link") for path in (*kept, *folders[1:]) if path.is_symlink()]
         files += [path for folder in kept for path in _entries(folder)]
         for path in files:
             # A tokenizer may have templates in a folder, whose name has no suffix.
@@ -81,25 +78,20 @@ class RunDir:
                 )
 
     def flags(self) -> Mapping[str, Any] | None:
-        """What config.json says that the run was started with; None if there is none, or it is no run's."""
+        """The flags that the run was started with, by config.json; None if there is none, or it is no run's."""
         try:
-            flags = read_table(str(self.config)).get("flags")
-        except (OSError, ValueError):
+            return dict(json.loads(self.config.read_bytes())["flags"])
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
             return None
-        return flags if isinstance(flags, dict) else None
 
     def require_own(self) -> None:
         """Raise ConfigError for what a run would replace here, though no run has written it."""
-        if self.flags() is not None:
-            return
         there = [name for name in (self.config.name, self.metrics.name) if self.files.size(name) is not None]
-        kept = ("model", meaning.TOKENIZER, self.full_folder.name)
-        there += [f"{name}/" for name in kept if self.files.list(name)]
-        if there and (there[0] == self.config.name or not self.store.committed()):
-            raise ConfigError(
-                f"--run-dir {self.place}: {there[0]} there is no run's, and a run would replace it; choose another "
-                "folder, or move it away"
-            )
+        there += [f"{name}/" for name in ("model", meaning.TOKENIZER, "full_model") if self.files.list(name)]
+        converted = self.config.name not in there and self.store.committed()
+        if there and not converted and self.flags() is None:
+            why = f"{there[0]} there is no run's, and a run would replace it"
+            raise ConfigError(f"--run-dir {self.place}: {why}; choose another folder, or move it away")
 
     def upload_metrics(self, position: int) -> None:
         """Copy the metrics file up to `position`, and the config, to a remote run's URL."""
@@ -113,40 +105,22 @@ class RunDir:
         if self.is_remote:
             from fsdp2_extra.remote.copies import upload_full_model
 
-            upload_full_model(*self._local_and_remote())
+            upload_full_model(*self.full_folders())
 
-    def fetch_full_model(self) -> None:
-        """Copy a remote run's full model here, with the marker that vouches for it, unless it is here already.
-
-        Raises DamagedCheckpoint if it isn't there, or isn't as its marker says; ConfigError if a run of this machine is
-        writing here; OSError.
-        """
-        if not self.is_remote:
-            return
-        from fsdp2_extra.remote.copies import fetch_full_model, lacking
-
-        (here, there), name = self._local_and_remote(), self.full_model.name
-        if (marker := lacking(here, there, name)) is not None:
-            lock = WriterLock(self.path, flag="RUN")
-            try:
-                fetch_full_model(here, there, name, marker)
-            finally:
-                lock.release()
-
-    def _local_and_remote(self) -> tuple[LocalFiles, Files]:
+    def full_folders(self) -> tuple[LocalFiles, Files]:
         """The folder of the full model here, and at a remote run's URL; of a local run, both are the same."""
         return LocalFiles(self.full_folder), self.files.at(self.full_folder.name)
 
     def outdate_full_model(self) -> None:
         """Before training goes on: the full model is of an earlier state then, and has to be written again."""
-        for folder in self._local_and_remote()[: 1 + self.is_remote]:
+        for folder in self.full_folders()[: 1 + self.is_remote]:
             if folder.size(MARKER) is not None:
                 folder.unlink(MARKER)
                 folder.fsync("")
 
     def has_full_model(self, step: int) -> bool:
         """Return whether the full model is there, of this step, and each file in its marker has its size."""
-        folder = self._local_and_remote()[1]
+        folder = self.full_folders()[1]
         try:
             verify(folder, hashes=False)
             return bool(read_marker(folder)["step"] == step)
