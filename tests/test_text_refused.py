@@ -58,7 +58,11 @@ def test_bad_input_is_one_line_before_anything_is_read(corpus: Path, flags: str,
     [
         ("empty.txt", b"", "there is no text in it; give files that have some"),
         ("bytes.txt", b"\xff\xfe\x00", "can't be read as text"),
-        ("torn.jsonl", b'{"text": "a"}\n{"tex', "line 2: can't be read as JSON"),
+        (
+            "torn.jsonl",
+            b'{"text": "a"}\n{"tex\n',
+            "line 2: can't be read as JSON .Unterminated string starting at: column 2",
+        ),
         ("other.jsonl", b'{"body": "a"}\n', "line 1: has no text in its field text; it has body; see --text-field"),
         (
             "talks.jsonl",

@@ -62,11 +62,13 @@ def require_whole(content: Any, text: str, where: str) -> None:
 def value_of(text: str, where: str) -> Any:
     """The value of JSON. Raises UnusableText."""
     try:
-        value = parse(text)
+        value = parse(text.rstrip())  # of a line that was cut off, its end would be called a control character
     except UnusableJson as error:
         raise UnusableText(f"{where}: {error}") from None
     except ValueError as error:
-        raise UnusableText(f"{where}: can't be read as JSON ({' '.join(str(error).split())[:120]})") from None
+        raise UnusableText(
+            f"{where}: can't be read as JSON ({' '.join(str(error).replace('line 1 ', '').split())[:120]})"
+        ) from None
     return value
 
 

@@ -29,13 +29,13 @@ def name_ends(folder: Path, base: Mapping[str, bytes]) -> str:
     """
     if not has_template(str(folder)):
         return ""
+    file = folder / FILE
     try:
         ends = ends_of_an_answer(str(folder))
-    except UnusableText as error:
-        return f"{FILE} isn't looked at, since an answer's end isn't known ({error})"
-    file = folder / FILE
-    said = json.loads(file.read_bytes() if file.exists() else base.get(FILE) or base.get("config.json", b"{}"))
-    known = said.get("eos_token_id")
+        said = json.loads(file.read_bytes() if file.exists() else base.get(FILE) or base.get("config.json", b"{}"))
+        known = said.get("eos_token_id")
+    except (UnusableText, ValueError, AttributeError, RecursionError) as error:
+        return f"{FILE} is left as it is, since it, or where an answer ends, can't be read ({error})"
     known = known if isinstance(known, list) else [] if known is None else [known]
     new = [token for token in ends if token not in known]
     if not new:
