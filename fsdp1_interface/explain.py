@@ -56,6 +56,7 @@ def constructor_code(
             "if any(tensor.is_meta for tensor in model.parameters()):  # on a rank that leaves values to rank 0",
             f'    model.to_empty(device="{arguments.device.type}")',
             *["    # That unties weights: tie them here, as by model.tie_weights() of transformers"] * tied,
+            *["else:", f'    model.to("{arguments.device.type}")'] * (arguments.device.type != "cpu"),
             "for tensor in (*model.parameters(), *model.buffers()):",
             "    dist.broadcast(tensor.detach(), 0)",
         ]

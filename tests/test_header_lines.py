@@ -118,7 +118,8 @@ def test_counts_of_conversations_are_those_of_their_sequences(tmp_path: Path) ->
         (PLAIN, "<|end|> ends a turn, learned in 80 of 80 answers", None),
         (
             OTHER,
-            "<|system|> ends a turn (eos_token is <|end|>; an export names both), learned in 80 of 80 answers",
+            "<|system|> ends a turn (eos_token is <|end|>; an export as hf names this one too), learned in 80 of 80 "
+            "answers",
             None,
         ),
         (

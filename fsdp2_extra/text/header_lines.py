@@ -166,7 +166,7 @@ def _turn(dataset: Dataset) -> str:
     if int(token) == NONE:
         return "no token ends a turn"
     name, count, end = _name(dataset.classes[int(token)]), turns[token][0], _name(about["ends"])
-    other = "" if name == end else f" (eos_token is {end or 'none'}; an export names both)"
+    other = "" if name == end else f" (eos_token is {end or 'none'}; an export as hf names this one too)"
     left_out = ", with those in what is left out" if about["left_out"] else ""
     return f"{name} ends a turn{other}, learned in {count:,} of {_answers(about):,} answers{left_out}"
 

@@ -33,7 +33,7 @@ def name_ends(folder: Path, base: Mapping[str, bytes]) -> str:
     try:
         ends = ends_of_an_answer(str(folder))
         said = json.loads(file.read_bytes() if file.exists() else base.get(FILE) or base.get("config.json", b"{}"))
-        known = said.get("eos_token_id")
+        known = said.get("eos_token_id", said.get("text_config", {}).get("eos_token_id"))
     except (UnusableText, ValueError, AttributeError, RecursionError) as error:
         return f"{FILE} is left as it is, since it, or where an answer ends, can't be read ({error})"
     known = known if isinstance(known, list) else [] if known is None else [known]

@@ -245,7 +245,8 @@ def _low_loss(before: Record, after: Record, first: Difference) -> Cause | None:
 
 def _low_buffers(before: Record, after: Record, first: Difference) -> Cause | None:
     ours, theirs = (one.facts()["low_buffers"] for one in (before, after))
-    if first.what not in ("loss", "gradient of") or not (names := sorted({*ours} - {*theirs})):
+    names = sorted(({*ours} - {*theirs}) & after.parts(0, 1, "after", "buffers").keys())
+    if first.what not in ("loss", "gradient of") or not names:
         return None
     why = f"BEFORE's buffers are of 16 bits, AFTER's aren't ({some(names)})"
     return f"{why}: FSDP1's buffer_dtype, as accelerate sets it with bf16, casts them (FP03)", None

@@ -26,7 +26,8 @@ SAME = ("auto_wrap_policy", "offload_params", "activation_checkpointing", "trans
 STRATEGY = ("sharding_strategy", "reshard_after_forward")  # which takes a strategy with FSDP1
 ACCELERATE = {f"fsdp_{key}" for key in (*GONE, *SAME, *STRATEGY, "state_dict_type", "version")}
 UNKNOWN = "in a form that isn't known here"
-SHARDS = re.compile("full_shard|shard_grad_op|hybrid_shard|no_shard")
+ACCELERATES = {"compute_environment", "num_processes", "num_machines", "fsdp_config"}  # beside distributed_type
+SHARDS = re.compile(r"(full_shard|shard_grad_op|hybrid_shard(_zero2)?|no_shard)([ ,]+(auto_wrap|offload))*")
 XLA = ("xla", "xla_fsdp_v2", "xla_fsdp_settings", "xla_fsdp_grad_ckpt")
 TRAINERS = {*GONE, *GONE_TRAINERS, *SAME, *XLA, "cpu_offload", "reshard_after_forward", "state_dict_type", "version"}
 SIGNS = re.compile("fsdp|transformer_layer_cls_to_wrap", re.IGNORECASE)
@@ -197,16 +198,18 @@ def _sign(value: Any, under: str) -> str | None:
         under: the key that the value is under, or the file's name.
     """
     if isinstance(value, list):
-        return next(filter(None, (_sign(one, under) for one in value)), None)
+        return next(filter(None, (_sign(one, "") for one in value)), None)
     if not isinstance(value, Mapping):
-        given = str(value).lower()
-        is_sign = (under, given) == ("distributed_type", "fsdp") or (under == "fsdp" and SHARDS.search(given))
-        return f"{under}: {value}" if is_sign else None
-    keys = {_bare(str(key)) for key in value}
-    if str(value.get("fsdp_version", value.get("version"))) == "2":
+        return f"{under}: {value}" if under == "fsdp" and SHARDS.fullmatch(str(value)) else None
+    held = value if under == "fsdp_config.json" else value.get("fsdp_config")
+    held = held if isinstance(held, Mapping) else {}
+    bare = {_bare(str(key)): one for key, one in held.items()}
+    if str(bare.get("version")) == "2":
         return None
-    if under.removesuffix(".json") == "fsdp_config" and keys & TRAINERS:
-        return under
+    if value.get("distributed_type") == "FSDP" and ACCELERATES & value.keys():
+        return "distributed_type: FSDP"
+    if value.get("fsdp", True) and any(bare[key] for key in bare.keys() & TRAINERS):
+        return "fsdp_config"
     return next(filter(None, (_sign(one, str(key)) for key, one in value.items())), None)
 
 

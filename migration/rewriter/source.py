@@ -109,7 +109,8 @@ class Source:
         compact = (",", ":") if not indent and '": ' not in self.raw else None
         made = json.dumps(cells, indent=indent and indent[1], ensure_ascii=self.raw.isascii(), separators=compact)
         newline = "\r\n" if "\r\n" in self.raw else "\n"
-        return (made.replace("\n", newline) + self.raw[len(self.raw.rstrip()) :]).encode()
+        made = made.replace("\n", newline) + self.raw[len(self.raw.rstrip()) :]
+        return made.encode("utf-8-sig" if self.bom else "utf-8")
 
 
 def read(path: Path) -> Source:
@@ -134,13 +135,13 @@ def read(path: Path) -> Source:
         text = data[3 if bom else 0 :].decode(encoding)
     except (SyntaxError, LookupError, UnicodeDecodeError):
         raise Unreadable(f"is not text in its encoding, {printable(encoding)}") from None
-    found = _notebook(path, text) if path.suffix == ".ipynb" else Source(path, text, encoding, bom)
+    found = _notebook(path, text, bom) if path.suffix == ".ipynb" else Source(path, text, encoding, bom)
     if re.search("[\ud800-\udfff]", found.text):  # as JSON's \ud800 or UTF-7 makes it: no parser takes it
         raise Unreadable("holds half of a surrogate pair")
     return found
 
 
-def _notebook(path: Path, text: str) -> Source:
+def _notebook(path: Path, text: str, bom: bool) -> Source:
     try:
         notebook = json.loads(text)
         code = [(n, cell) for n, cell in enumerate(notebook["cells"], 1) if cell["cell_type"] == "code"]
@@ -154,7 +155,7 @@ def _notebook(path: Path, text: str) -> Source:
         if python:
             cells.append(Cell(index, len(joined), len(joined) + len(source)))
             joined += source + "\n" + BORDER
-    return Source(path, joined, cells=cells, notebook=notebook, raw=text)
+    return Source(path, joined, bom=bom, cells=cells, notebook=notebook, raw=text)
 
 
 def find(paths: Sequence[str | os.PathLike[str]]) -> tuple[list[Path], list[str]]:

@@ -55,7 +55,7 @@ def test_what_is_no_file_of_the_run_is_neither_written_nor_waited_for(run: Path,
     assert theirs.read_text() == "theirs"
 
 
-@pytest.mark.parametrize("name", ["model", "tokenizer", "full_model", "tensorboard", "wandb", "mlruns"])
+@pytest.mark.parametrize("name", ["model", "tokenizer", "full_model"])
 def test_a_folder_of_the_run_that_is_a_link_is_not_followed(run: Path, name: str) -> None:
     theirs = run.parent / "theirs"
     theirs.mkdir()
@@ -70,7 +70,7 @@ def test_what_no_run_has_written_is_not_replaced(tmp_path: Path, name: str) -> N
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text('{"model_type": "llama"}')
     ours = f"{name.split('/')[0]}/" if "/" in name else name
-    with pytest.raises(ConfigError, match=f"{ours} there is no run's, and a run would replace it"):
+    with pytest.raises(ConfigError, match=f"{ours} there is no run's, or damaged, and a run would replace it"):
         train(Config(run_dir=str(tmp_path), model_size="tiny", max_steps=1))
     assert (tmp_path / name).read_text() == '{"model_type": "llama"}'
 

@@ -122,15 +122,6 @@ def flat() -> nn.Module:
     return Flat()
 
 
-def rows() -> nn.Module:
-    """Takes 784 numbers, and not images."""
-    return nn.Sequential(nn.Sequential(nn.Linear(784, 64), nn.ReLU()), nn.Linear(64, 10))
-
-
-def unflattened() -> nn.Module:
-    return nn.Sequential(nn.Sequential(nn.Linear(28, 64), nn.ReLU()), nn.Linear(64, 10))
-
-
 class Half(nn.Linear):
     """A linear layer in bf16 inside of a model in fp32."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +228,23 @@ def test_a_run_at_a_url_keeps_it_there(trained: Path, tmp_path: Path, monkeypatc
     monkeypatch.setattr(foreign_files, "MOST_KEPT", 10)
     with pytest.raises(ConfigError, match=r"tokenizer: .* has more than 0 MiB; remove it there"):
         read_config(RunDir("memory://kept-tokenizer"))
+
+
+def test_a_run_that_died_before_its_first_commit_starts_again_elsewhere(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it has written to its URL by then is known for a run's there."""
+    line = _line(trained, "memory://died-early", f"--tokenizer={trained}/other", "--strategy=none", "--max-steps=2")
+
+    def die(kind: str, data: Any) -> None:
+        if kind == "train":
+            raise ZeroDivisionError
+
+    for place, on_event in (("first", die), ("second", None)):
+        (tmp_path / place).mkdir()
+        monkeypatch.chdir(tmp_path / place)
+        with pytest.raises(ZeroDivisionError) if on_event else nullcontext():
+            train(parse(line), on_event)
 
 
 def test_adapters_are_exported_with_it(trained: Path, tmp_path: Path) -> None:

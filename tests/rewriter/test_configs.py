@@ -137,6 +137,22 @@ def test_what_says_fsdp_in_another_form_is_not_passed_over(
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        '{"fsdp": "", "fsdp_config": {"min_num_params": 0, "xla": false, "xla_fsdp_v2": false}}',
+        '[{"distributed_type": "FSDP", "fsdp_version": 1, "loss": 3}]',
+        '{"matrix": {"fsdp": ["full_shard", "no_shard"]}}',
+        '{"fsdp": "we tried full_shard and no_shard"}',
+        '{"runs": [{"distributed_type": "FSDP", "num_processes": 8, "fsdp_config": {"fsdp_version": 2}}]}',
+    ],
+)
+def test_what_only_speaks_of_fsdp_is_passed_over(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "some.json"
+    path.write_text(text)
+    assert run("check", path) == 0
+
+
+@pytest.mark.parametrize(
     ("name", "text"),
     [
         ("flow.yaml", "fsdp_config: {fsdp_sharding_strategy: FULL_SHARD, fsdp_use_orig_params: true}\n"),

@@ -195,9 +195,12 @@ def test_a_job_whose_time_is_over_is_queued_again_and_goes_on_bit_for_bit(
 
 
 @pytest.mark.slow
-def test_a_preempted_job_saves_in_its_grace_and_is_queued_again(tmp_path: Path, slurm: dict[str, str]) -> None:
+@TASKS_PER_NODE
+def test_a_preempted_job_saves_in_its_grace_and_is_queued_again(
+    tmp_path: Path, slurm: dict[str, str], tasks: int
+) -> None:
     run, log = tmp_path / "run", tmp_path / "job.log"
-    job = _submit(slurm, log, 1, *small(run, "--checkpoint-every=100000", "--max-steps=500", "--no-save-model"))
+    job = _submit(slurm, log, tasks, *small(run, "--checkpoint-every=100000", "--max-steps=500", "--no-save-model"))
     _until_step(run, 1, log)
     _slurm(["sbatch", "--partition=first", "--nodes=2", "--exclusive", "--wrap=sleep 1", "--output=/dev/null"], slurm)
     assert _ended(job, slurm) == ("COMPLETED", 1), log.read_text()

@@ -61,7 +61,7 @@ class RunDir:
         wrong = [(path, "folder") for path in folders if os.path.lexists(path) and not path.is_dir()]
         files = [path for path in _entries(self.path) if _OURS.match(path.name)]
         kept = (self.full_folder, self.path / "model", self.path / meaning.TOKENIZER)
-        wrong += [(path, "folder of its own, but a link") for path in (*kept, *folders[1:]) if path.is_symlink()]
+        wrong += [(path, "folder of its own, but a link") for path in kept if path.is_symlink()]
         files += [path for folder in kept for path in _entries(folder)]
         for path in files:
             # A tokenizer may have templates in a folder, whose name has no suffix.
@@ -86,19 +86,18 @@ class RunDir:
 
     def require_own(self) -> None:
         """Raise ConfigError for what a run would replace here, though no run has written it."""
-        there = [name for name in (self.config.name, self.metrics.name) if self.files.size(name) is not None]
+        there = [name for name in (self.config.name, self.metrics.name) if self.files.size(name)]
         there += [f"{name}/" for name in ("model", meaning.TOKENIZER, "full_model") if self.files.list(name)]
         converted = self.config.name not in there and self.store.committed()
         if there and not converted and self.flags() is None:
-            why = f"{there[0]} there is no run's, and a run would replace it"
-            raise ConfigError(f"--run-dir {self.place}: {why}; choose another folder, or move it away")
+            why = f"{there[0]} there is no run's, or damaged, and a run would replace it"
+            raise ConfigError(f"--run-dir {self.place}: {why}; move it away, or choose another folder")
 
     def upload_metrics(self, position: int) -> None:
-        """Copy the metrics file up to `position`, and the config, to a remote run's URL."""
+        """Copy the metrics file up to `position` to a remote run's URL."""
         if self.is_remote:
             with open(self.metrics, "rb") as file:
                 self.files.write(self.metrics.name, file.read(position))
-            self.files.write(self.config.name, self.config.read_bytes())
 
     def upload_full_model(self) -> None:
         """Copy the full model and optimizer to a remote run's URL, and their marker last."""
@@ -156,7 +155,8 @@ def default_path(model: str) -> Path:
 def write_config(run: RunDir, config: Config, world_size: int) -> None:
     """config.json: the flags, which `--config` reads back, and the environment."""
     content = {"flags": to_flags(config), "environment": environment(world_size)}
-    publish(LocalFiles(run.path), run.config.name, (json.dumps(content, indent=1) + "\n").encode())
+    for files in (LocalFiles(run.path), *[run.files] * run.is_remote):  # by it all further files are known for a run's
+        publish(files, run.config.name, (json.dumps(content, indent=1) + "\n").encode())
 
 
 def read_config(run: RunDir, **named: Any) -> Config:
