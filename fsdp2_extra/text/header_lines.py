@@ -19,7 +19,7 @@ from fsdp2_extra.text.prepared import REFUSED, why_left_out
 from fsdp2_extra.text.windows import Conversations, Documents, Mixture
 
 AT_A_TIME = 1 << 20  # of documents whose ends are in memory
-MOST_CHARACTERS = 40  # of the text of a token
+MOST_CHARACTERS, MOST_WORDS = 40, 400  # of the text of a token, and of reasons
 
 
 def lines(dataset: Dataset) -> list[str]:
@@ -61,7 +61,7 @@ def _training(dataset: Dataset, each: int | None) -> list[str]:
     if about["kind"] == "chat":
         if about["left_out"]:
             why = why_left_out(about["left_out"], parts[0].seq_len)
-            why += f" ({printable(about['refusal'])})" if REFUSED in about["left_out"] else ""
+            why += f" ({printable(about['refusal'][:MOST_WORDS])})" if REFUSED in about["left_out"] else ""
             sizes = f"{sizes}; left out by --bad-samples drop: {why}"
         beside = printable(about["beside"][: 2 * MOST_CHARACTERS])
         counts = f"conversations: {sizes}); truncated: none, dropped: {beside or 'none'}"
