@@ -103,7 +103,7 @@ def exit_status() -> Iterator[None]:
         elif lost_peer(text):
             why = (
                 "another rank ended or was killed; its traceback, or the signal that torchrun names below "
-                "(exitcode -9: SIGKILL, perhaps because memory ran out), is the cause"
+                "(exitcode -9: SIGKILL, perhaps because memory ran out), is the cause; without one its node died"
             )
         else:  # torchrun's report may name another rank, which was only ended for this one's error
             tell(f"stopped: rank {world().rank} on {gethostname()}: {type(error).__name__}: {refusal(str(error))}")
