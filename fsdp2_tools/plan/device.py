@@ -103,5 +103,5 @@ def beside_on_cpu(memory: Memory) -> Term:
     return Term(
         "gloo's buffers",
         memory.largest_exchange,
-        "the largest exchange: a bound for the copies that gloo makes out of every ledger's sight",
+        "the largest exchange: a bound for gloo's copies on CPUs, out of every ledger's sight; --gpu plans for GPUs",
     )

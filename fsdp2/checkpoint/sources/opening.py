@@ -191,7 +191,7 @@ def _open_dcp(place: str, files: Files, stack: ExitStack) -> Source:
 
 
 VERIFIED = "verified"
-FOREIGN = "a Hugging Face folder, which has no hashes"
+FOREIGN = "a Hugging Face folder, taken as it is, since it has no hashes"
 
 
 def verified(source: Source, names: Iterable[str] | None = None) -> str:
