@@ -111,7 +111,7 @@ def test_equal_shapes_of_another_meaning_are_not_trained_on(finished: Path, run:
         train(parse(_line(f"hf:{model}", run, 2)))
     notes: list[Any] = []
     for weights in (finished / "model", run / "checkpoints" / "step-00000001"):
-        line = _line(f"hf:{model}", run.parent / weights.name, 1, f"--init-from={weights}")
+        line = _line(f"hf:{model}", run.parent / f"from-{weights.name}", 1, f"--init-from={weights}")
         train(parse(line), lambda kind, data: notes.append((kind, data)))
     assert str(notes).count("config.json there isn't the model's") == 2
 
