@@ -283,7 +283,7 @@ def test_the_book_and_the_repository_are_no_larger_than_they_say() -> None:
             lines[package] += len(file.read_text().splitlines())
     print(lines)
     assert lines[BOOK] <= 17_500, lines
-    assert sum(lines.values()) <= 55_136, lines
+    assert sum(lines.values()) <= 55_250, lines
 
 
 def test_the_training_is_one_page() -> None:
@@ -381,7 +381,7 @@ def test_one_of_several_ranks_refuses_with_the_others() -> None:
 
 @pytest.mark.parametrize(
     ("module", "most", "longest"),
-    [("fsdp2.train", 89, 10_930), ("fsdp2.parallelize", 14, 1_260), ("fsdp2.minimal", 9, 845)],
+    [("fsdp2.train", 89, 11_000), ("fsdp2.parallelize", 14, 1_260), ("fsdp2.minimal", 9, 845)],
 )
 def test_a_reader_loads_few_files(module: str, most: int, longest: int) -> None:
     """What a module loads is its size to a reader; the aims for `fsdp2.train` are 90 files and 11,000 lines."""

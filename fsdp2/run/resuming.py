@@ -152,7 +152,8 @@ def check_checkpoint(config: Config, model: nn.Module, checkpoint: Files, marker
         return  # by a program that had no flags of ours
     theirs, flags = marker.get("config", {}), to_flags(config)
     for flag, why in KEPT.items():
-        if flag == "dataset" and all(str(one.get(flag)).startswith(OWN) for one in (theirs, flags)):
+        kinds = {f"{str(one.get(flag)).partition(':')[0]}:" for one in (theirs, flags)}
+        if flag == "dataset" and len(kinds) == 1 and kinds <= {*OWN}:
             continue  # wherever it lies now: its content is compared once it is read
         if flag in theirs and theirs[flag] != flags[flag]:
             raise ConfigError(

@@ -27,6 +27,7 @@ from fsdp2.options.errors import ConfigError
 from fsdp2.options.own_model import blocks_of
 from fsdp2.options.parser import files_at, to_flags
 from fsdp2.options.strategies import rules_of
+from fsdp2.parallel.autocast import autocast
 from fsdp2.parallel.meta import shared_names
 from fsdp2.parallelize import parallelize
 from fsdp2.run.directory.lock import WriterLock
@@ -110,8 +111,6 @@ def load_plain(config: Config, load: Load, device: torch.device) -> Callable[[Ba
     model: nn.Module = spec.build(config.model_size)
     load(model)
     model.to(device).eval()
-
-    from fsdp2_extra.baselines.autocast import autocast
 
     def forward(batch: Batch) -> Any:
         with autocast(device.type, config.mixed_precision):

@@ -7,23 +7,14 @@ for each operation: other arithmetic, close results.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 
 from fsdp2.parallel.engine import Engine, Microbatch
-from fsdp2.parallel.precision import DTYPES
 from fsdp2.parallel.rules import Options
-
-
-def autocast(device_type: str, compute: str | None) -> AbstractContextManager[object]:
-    """The context of a forward that isn't FSDP's; `compute` is `bf16`, `fp16` or None for no cast.
-
-    Source: https://docs.pytorch.org/docs/stable/amp.html
-    """
-    return nullcontext() if compute is None else torch.autocast(device_type, DTYPES[compute])
 
 
 def reduces_in_fp32(options: Options) -> Iterator[str]:

@@ -11,12 +11,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from fsdp2.parallel.autocast import autocast
 from fsdp2.parallel.engine import Microbatch
 from fsdp2.parallel.mesh import make_mesh
 from fsdp2.parallel.optimizer import make_optimizer
 from fsdp2.parallel.precision import gradient_scaler
 from fsdp2.parallel.rules import Baseline, Options, Start
-from fsdp2_extra.baselines.autocast import AutocastEngine, autocast, reduces_in_fp32
+from fsdp2_extra.baselines.autocast import AutocastEngine, reduces_in_fp32
 from fsdp2_extra.baselines.starting import whole_model
 
 

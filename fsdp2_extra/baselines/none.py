@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from fsdp2.parallel.autocast import autocast
 from fsdp2.parallel.optimizer import make_optimizer
 from fsdp2.parallel.precision import gradient_scaler
 from fsdp2.parallel.rules import Baseline, Options, Start
-from fsdp2_extra.baselines.autocast import AutocastEngine, autocast, reduces_in_fp32
+from fsdp2_extra.baselines.autocast import AutocastEngine, reduces_in_fp32
 from fsdp2_extra.baselines.starting import whole_model
 
 

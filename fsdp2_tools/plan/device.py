@@ -54,7 +54,7 @@ def gpu(place: str) -> Gpu:
     with refused(f"--gpu {shown(place)}"):
         table = read_table(place if is_file else str(TABLE))
     if not is_file and place not in table:
-        raise ConfigError(f"--gpu {shown(place)}: {unknown(shown(place), list(table))}, or a FILE.toml")
+        raise ConfigError(f"--gpu {shown(place)}: {unknown(shown(place), list(table))} or give a FILE.toml")
     if not table:
         raise ConfigError(f'--gpu {shown(place)}: is empty; give it a table such as [mine] with memory = "80GB"')
     name = next(iter(table)) if is_file else place

@@ -46,7 +46,10 @@ def test_each_row_has_a_line_on_the_page_and_a_test(facts: dict[int, Any]) -> No
     on_page = {name.removeprefix("GPU ") for cell in table for name in re.sub(r"\[\^.*?\]", "", cell).split(", ")}
     tests = "".join(file.read_text() for file in Path(__file__).parent.glob("*.py"))
     source = "".join(file.read_text() for file in Path(machine.__file__).parent.glob("*.py"))
-    names = {*re.findall(r'Row\("([^"]+)"', source), *(row.name for row in machine.rows(facts, HOSTS))}
+    names = {
+        *re.findall(r'(?:Row|limit|same|beside_median)\("([^"]+)"', source),
+        *(row.name for row in machine.rows(facts, HOSTS)),
+    }
     assert len(names) > 15
     assert {name for name in names if name.removeprefix("GPU ") not in on_page} == set(), "add it to docs/doctor.md"
     assert {name for name in names if f'"{name}' not in tests} == set(), "add a case to tests/doctor"

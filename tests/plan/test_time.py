@@ -10,9 +10,10 @@ import pytest
 
 from fsdp2.config import parse
 from fsdp2.options.errors import ConfigError
+from fsdp2.options.settings_file import read_table
 from fsdp2_tools.plan import execute
 from fsdp2_tools.plan.__main__ import main
-from fsdp2_tools.plan.device import NCCL_COMMUNICATOR, Gpu, gpu, terms
+from fsdp2_tools.plan.device import NCCL_COMMUNICATOR, TABLE, Gpu, gpu, terms
 from fsdp2_tools.plan.execute import Runs, run
 from fsdp2_tools.plan.memory import memory_of
 from fsdp2_tools.plan.plans import plan
@@ -65,6 +66,11 @@ def test_equal_blocks_planned_once_take_the_same_time(
         assert {(g.name, g.phase, g.exchange, g.count) for g in one.groups} == {
             (g.name, g.phase, g.exchange, g.count) for g in other.groups
         }
+
+
+@pytest.mark.parametrize("name", read_table(str(TABLE)))
+def test_each_gpu_of_the_table_can_be_planned_for(name: str) -> None:
+    assert gpu(name).memory > 1e9
 
 
 def test_a_block_is_gathered_twice_unless_it_is_kept() -> None:

@@ -28,6 +28,7 @@ def run(losses: list[float], *, norms: list[float] | None = None, name: str = "w
         "rank": 0,
         "world": 1,
         "low": False,
+        "low_buffers": [],
         "shared": None,
         "keeps_gathered": False,
         "apart": False,
