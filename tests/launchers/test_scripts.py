@@ -40,6 +40,7 @@ SRUN = """\
 if [[ ${@: -1} == hostname ]]; then echo first; exit; fi
 printf '%s|' "$@" MASTER_ADDR=$MASTER_ADDR CPUS=${SRUN_CPUS_PER_TASK:-} GLOO=${GLOO_SOCKET_IFNAME:-}; echo
 while [[ ! -e $OVER ]]; do sleep 0.05; done
+[[ -z ${PREEMPTED:-} ]] || touch "$PREEMPTED"
 [[ -z $SAVES ]] || { mkdir -p "$SAVES"; touch "$SAVES/COMMIT.json"; }
 exit "${STATUS:-1}"
 """
@@ -50,7 +51,10 @@ class Job:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.over, self.asked = folder, folder / "over", folder / "asked"
-        told = {"scancel": f'echo "$@" > {self.over}', "scontrol": f'[[ $1 == show ]] || echo "$@" > {self.asked}'}
+        self.preempted = folder / "preempted"
+        show = f"if [[ -e {self.preempted} ]]; then echo PreemptTime=2026-11-30T11:09:17; fi"
+        asked = f'if [[ $1 == show ]]; then {show}; else echo "$@" > {self.asked}; fi'
+        told = {"scancel": f'echo "$@" > {self.over}', "scontrol": asked}
         for name, body in {"srun": SRUN, **told}.items():
             (folder / name).write_text(f"#!/bin/bash\n{body}\n")
             (folder / name).chmod(0o755)
@@ -60,7 +64,7 @@ class Job:
     ) -> tuple[int, str, str]:
         """Its status and what it prints. `saves`: the checkpoint that it leaves. `ends`: by itself, before its time."""
         given = {"SLURM_JOB_ID": "1", "SLURM_NNODES": "1", "SLURM_NODEID": "0", "OVER": str(self.over), "SAVES": saves}
-        for left in (self.over, self.asked):
+        for left in (self.over, self.asked, self.preempted):
             left.unlink(missing_ok=True)
         if ends:
             self.over.touch()
@@ -129,6 +133,23 @@ def test_who_is_asked_to_end_is_not_queued_again(job: Job, tmp_path: Path) -> No
     for end in (ours, theirs):
         os.close(end)
     assert (status, job.asked.exists()) == (3, False), (out, err)
+
+
+@pytest.mark.parametrize(
+    ("status", "reason", "queued"),
+    [("1", "SIGTERM", True), ("0", "SIGTERM", True), ("1", None, True), ("0", "finished", False), ("0", None, False)],
+)
+def test_a_preempted_job_is_queued_again_unless_it_was_done(
+    job: Job, tmp_path: Path, status: str, reason: str | None, queued: bool
+) -> None:
+    """Without a new checkpoint too, as SLURM does it. A task for each rank ends with 0 after it has saved."""
+    (tmp_path / "run").mkdir()
+    if reason is not None:
+        (tmp_path / "run" / "metrics.jsonl").write_text(f'{{"kind": "end", "step": 3, "reason": "{reason}"}}\n')
+    preempted = str(job.preempted)
+    ended, out, err = job.run("--run-dir=run", ends=True, STATUS=status, PREEMPTED=preempted)
+    assert (ended, job.asked.exists()) == (0, queued), (out, err)
+    assert ("fsdp2: preempted; job 1 is in the queue again" in out) == queued
 
 
 def test_of_an_array_one_task_is_asked_to_end_and_queued_again(job: Job, tmp_path: Path) -> None:
