@@ -205,7 +205,7 @@ class _Output:
         turns: of conversations, by the token that ends an answer: in how many it is learned, and in how many not.
         longest: of conversations, the tokens of some and where each is.
         unlearned: where some conversations are of which nothing is learned.
-        refused, unread: how many conversations can't be read, and where some are.
+        refused: how many conversations can't be read.
     """
 
     def __init__(self, encoder: Encoder, files: Mapping[str, BinaryIO]) -> None:
@@ -220,7 +220,6 @@ class _Output:
         self.longest: list[tuple[int, str]] = []
         self.unlearned: list[str] = []
         self.refused, self._first = 0, ""
-        self.unread: list[str] = []
         self._reasons: dict[str, list[str]] = {}  # why, and where some are
         self.beside: set[str] = set()
 
@@ -228,10 +227,14 @@ class _Output:
         """Count one. Raise the first reason where most can't be read: that is the template's fault, or the fields'."""
         self.refused, self._first = self.refused + 1, self._first or str(why)
         if len(self.unread) < NAMED:
-            self.unread.append(row.where)
             self._reasons.setdefault(str(why).removeprefix(row.where).lstrip(":, "), []).append(row.where)
         if self.refused >= ENOUGH and self.refused > sum(self.documents.values()):
             raise UnusableText(self._first)
+
+    @property
+    def unread(self) -> list[str]:
+        """The places of some conversations that can't be read."""
+        return [one for where in self._reasons.values() for one in where]
 
     @property
     def refusal(self) -> str:

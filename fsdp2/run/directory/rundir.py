@@ -79,9 +79,13 @@ class RunDir:
 
     def flags(self) -> Mapping[str, Any] | None:
         """The flags that the run was started with, by config.json; None if there is none, or it is no run's."""
+        if not self.config.exists():
+            return None
+        from fsdp2.options.settings_file import read_table
+
         try:
-            return dict(json.loads(self.config.read_bytes())["flags"])
-        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+            return dict(read_table(str(self.config))["flags"])
+        except (ValueError, TypeError, KeyError):
             return None
 
     def require_own(self) -> None:
