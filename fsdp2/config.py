@@ -204,7 +204,6 @@ class Config:
     fsdp1_backward_prefetch: str = option(
         "pre", "FSDP1: all-gather the next unit before or after a backward, or never", one_of(*FSDP1_PREFETCH)
     )
-
     overlap_comm: bool = option(False, "ZeRO: exchange gradients during backward", switch)
     deepspeed_config: str | None = option(
         None, "ZeRO: a DeepSpeed configuration that overrides the one made from the flags", location
@@ -243,9 +242,7 @@ class Config:
     )
     # 100,000 threads make OpenMP crash the process; with 4,096 on 2 cores a step takes minutes.
     threads: int | None = option(None, "CPU threads a rank; unset = OMP_NUM_THREADS, or cores / ranks", whole(1, 1024))
-
     doctor: bool = option(False, "examine the cluster first for some seconds, and don't train if it can't", switch)
-
     matmul_precision: str = option(
         "highest",
         "fp32 products on a GPU: highest = fp32, high = TF32 (faster, 10 bits of mantissa), medium = bf16",
@@ -253,7 +250,6 @@ class Config:
     )
     deterministic: bool = option(False, "only deterministic algorithms; an operation without one ends the run", switch)
     gc_every: int = option(50, "steps between garbage collections, the same on all ranks; 0 = Python's", whole(0))
-
     timeout: int | None = option(
         None,
         "seconds that a step, after the first, may take before the run ends as hanging; unset = 10 times the slowest "
@@ -378,12 +374,6 @@ class Config:
     def writes_full_model(self) -> bool | None:
         """Return whether the run writes the full model at its end; None = unless it is large."""
         return False if self.save_model is None and not self.saves else self.save_model
-
-    def deepspeed_settings(self, device_type: str) -> dict[str, Any]:
-        """DeepSpeed's configuration. Raises ConfigError if `--deepspeed-config` can't be read or contradicts a flag."""
-        from fsdp2_extra.baselines import deepspeed_settings
-
-        return deepspeed_settings.settings(self, device_type)
 
 
 def parser(prog: str = "fsdp2.train", *, description: str = TRAIN, add_help: bool = True) -> Any:

@@ -33,6 +33,7 @@ from fsdp2.parallel.meta import allocate
 from fsdp2.parallel.optimizer import make_optimizer
 from fsdp2.parallel.precision import DTYPES, fsdp2_policy, with_inputs_in
 from fsdp2.parallel.rules import Baseline, Options, Start
+from fsdp2_extra.baselines.deepspeed_settings import settings
 from fsdp2_extra.baselines.starting import fill, materialise, meta_model, ties_weights
 from fsdp2_extra.baselines.zero_refusals import choose_accelerator, on_device, refusals
 from fsdp2_extra.baselines.zero_state import Shadow, shards_of
@@ -73,7 +74,7 @@ def shard_each(model: nn.Module, start: Start, dtype: torch.dtype, config: dict[
 
 def build(options: Options, start: Start) -> ZeROEngine:
     """A model that DeepSpeed shards, with initial or loaded weights. A collective call."""
-    config = options.deepspeed_settings(start.device.type)
+    config = settings(options, start.device.type)
     deepspeed = started(start.device)
     sharding = config["zero_optimization"]
     model, _ = meta_model(options, start)

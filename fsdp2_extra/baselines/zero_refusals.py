@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from fsdp2.parallel.rules import Options
 from fsdp2.units import install
+from fsdp2_extra.baselines.deepspeed_settings import settings
 
 
 def choose_accelerator(device_type: str) -> None:
@@ -70,7 +71,7 @@ def on_device(options: Options, device_type: str) -> Iterator[str]:
                 f"{flag}: DeepSpeed builds its communication for the CPU when it is first used, and "
                 f"{' and '.join(missing)} can't be found; install what is missing"
             )
-    options.deepspeed_settings(device_type)
+    settings(options, device_type)
 
 
 def _has_file_io(device_type: str) -> bool:
