@@ -192,7 +192,7 @@ NO_BORDER = (
         (PLAIN, {"messages": [{"content": "a"}]}, "its message 1 has no role"),
         (
             PLAIN,
-            {"messages": [*talk("a", "b")["messages"][:1], {"role": "assistant", "content": "b", "weight": 0}]},
+            {"messages": [*talk("a", "b")["messages"][:1], {"role": "assistant", "content": "b", "weight": 2}]},
             "its message 2 has weight, by which others learn less of it",
         ),
         (

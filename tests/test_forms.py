@@ -325,12 +325,11 @@ def test_a_field_that_is_not_there_is_one_line(tmp_path: Path, fields: str, row:
             "line 1: has a turn from 'bard2'; name it one",
         ),
         (
-            [{"conversations": [*turns("a"), {"from": "gpt", "value": "b", "weight": 0}]}],
+            [{"conversations": [*turns("a"), {"from": "gpt", "value": "b", "weight": 0.5}]}],
             "its message 2 has weight, by which others learn less",
         ),
         ([{"instruction": "a", "output": 5}], "line 1: its output is no text"),
         ([{"instruction": "a", "output": "b", "history": [["c", "d"]]}], "line 1 has history, by which others"),
-        ([{"prompt": talk("a", "b")["messages"], "completion": "c"}], "line 1: its prompt has an answer"),
         ([{"messages": "[{"}], "line 1: its messages are a text that can't be read as JSON"),
     ],
 )

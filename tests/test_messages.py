@@ -10,6 +10,7 @@ import pytest
 
 from fsdp2.data.errors import UnusableText
 from fsdp2_extra.text.chat import Chat
+from fsdp2_extra.text.rows import Row
 from tests.test_chat import ANSWER, GENERATION, MARKED, PLAIN, TEMPLATE, encoded, learned, make_tokenizer, talk
 
 TEXT = '{"city": "Zürich", "days": 2}'
@@ -149,7 +150,7 @@ BESIDE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "its message 2 (assistant) has reasoning_content, and the chat template",
     ),
     "anything": ({}, {"prefix\x1b": True}, "its message 2 (assistant) has prefix"),
-    "no training": ({}, {"train": False}, "its message 2 has train, by which others learn less of it"),
+    "no word for it": ({}, {"train": "false"}, "its message 2 has train, by which others learn less of it"),
     "half a loss": ({}, {"loss": 0.5}, "its message 2 has loss, by which"),
     "an object": ({}, {"content": {"text": "a"}}, "its message 2 has a content that is neither text nor a list"),
     "a capital": ({}, {"role": "Assistant"}, "its message 2 has the role Assistant, which is assistant here"),
@@ -193,6 +194,36 @@ def test_what_means_nothing_or_is_printed_is_taken(tmp_path: Path) -> None:
     assert learned(chat, line) == expected
     line["messages"][1] |= {"reasoning_content": "so "}
     assert learned(chat, {**line, "tools": TOOLS}) == "so an answer<|end|>\n"
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_an_answer_of_no_weight_is_read_and_not_learned(tmp_path: Path, marked: bool) -> None:
+    pytest.importorskip("transformers")
+    chat = Chat(str(make_tokenizer(tmp_path / "a", GENERATION if marked else PLAIN)))
+    line = talk("a", "one", "b", "two", "c", "three")
+    ((whole, _),) = chat.encode([Row(line, "line 1", 0)])
+    for key, none in [("weight", 0), ("train", False), ("weight", 0.0)]:
+        some = talk("a", "one", "b", "two", "c", "three")
+        some["messages"][3] |= {key: none}
+        some["messages"][4] |= {key: none}  # a question's says nothing
+        ((tokens, learn),) = chat.encode([Row(some, "line 1", 0)])
+        assert (tokens == whole).all()
+        assert chat.tokenizer.decode(tokens[learn != 0]) == "one<|end|>\nthree<|end|>\n"
+    messages = line["messages"]
+    two = Chat(str(tmp_path / "a"))
+    ((tokens, learn),) = two.encode([Row({"prompt": messages[:5], "completion": messages[5:]}, "line 1", 0)])
+    assert (tokens == whole).all()
+    assert chat.tokenizer.decode(tokens[learn != 0]) == "three<|end|>\n"
+
+
+def test_answers_that_a_template_marks_in_pieces_have_no_weights(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    twice = GENERATION.replace(MARKED, MARKED + "{% generation %}.{% endgeneration %}")
+    chat = Chat(str(make_tokenizer(tmp_path / "a", twice)))
+    line = talk("a", "one", "b", "two")
+    line["messages"][1] |= {"weight": 0}
+    with pytest.raises(UnusableText, match=r"line 1: the chat template marks 4 texts of 2 answers"):
+        encoded(chat, line)
 
 
 WITHIN = "{% generation %}{{ message.content }}<|end|>{% endgeneration %}\n"

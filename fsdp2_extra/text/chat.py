@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from functools import cache, partial
 from importlib.util import find_spec
-from itertools import chain
+from itertools import chain, compress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,15 @@ from fsdp2.units import install, printable
 from fsdp2_extra.foreign.code import installed_code_only
 from fsdp2_extra.text.auto_tokenizer import opened
 from fsdp2_extra.text.forms import Fields, one_form
-from fsdp2_extra.text.messages import PLAIN, Contents, conversation, encoded_twice, left_out, with_objects
+from fsdp2_extra.text.messages import (
+    PLAIN,
+    Contents,
+    conversation,
+    encoded_twice,
+    learned_answers,
+    left_out,
+    with_objects,
+)
 from fsdp2_extra.text.rows import Row
 from fsdp2_extra.text.tokenizer import foreign
 from fsdp2_extra.text.tokenizer_file import DECLARING, FromFile
@@ -97,6 +105,13 @@ class Chat:
             messages, tools = conversation(row, self._form, self._fields)
             text, spans = self._rendered(messages, tools, row.where)
             self._require_shown(messages, tools, text, row.where)
+            if not all(learned := learned_answers(messages)):
+                if len(spans) != len(learned):
+                    raise UnusableText(
+                        f"{row.where}: the chat template marks {len(spans)} texts of {len(learned)} answers, so the "
+                        "place of those that aren't learned isn't known; mark each answer once"
+                    )
+                spans = list(compress(spans, learned))
             yield self._tokens(text, spans, row.where)
 
     def _tokens(self, text: str, spans: Sequence[Span], where: str) -> tuple[numpy.ndarray, numpy.ndarray]:

@@ -161,12 +161,8 @@ def messages_of(line: Mapping[str, Any], form: str, fields: Fields, where: str) 
             [said(role, name)] if isinstance(line[name], str) else turns(name)
             for name, role in (("prompt", "user"), ("completion", "assistant"))
         )
-        if any(isinstance(one, dict) and one.get("role") == "assistant" for one in asked):
-            raise UnusableText(
-                f"{where}: its {fields.get('prompt', 'prompt')} has an answer, and all answers are learned alike here; "
-                "give it as messages"
-            )
-        found = asked + answer
+        # TRL learns the completion alone.
+        found = [{**one, "weight": 0} if isinstance(one, dict) else one for one in asked] + answer
     return [said("system", "system"), *found] if line.get("system") not in (None, "") else found
 
 

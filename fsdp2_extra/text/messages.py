@@ -49,7 +49,7 @@ def conversation(row: Row, form: str, fields: Fields) -> tuple[list[Any], list[A
         flag = "system-role" if ours == "system" else ours
         if ours != role and flag in OF_ROLE:
             raise UnusableText(f"{where} has the role {role}, which is {ours} here; add --chat-fields {flag}={role}")
-        _require_usual(message, LEARNED, where)
+        _require_usual(message, LEARNED, where, off=(0,))
         # Tables have each column in each row. Transformers leaves these out too.
         message = {key: value for key, value in message.items() if value is not None}
         if not {"content", "tool_calls"} & message.keys() and (role != "assistant" or message.keys() <= PLAIN):
@@ -75,14 +75,21 @@ def _named(message: Any) -> str:
     return f"; it has {', '.join(list(map(str, message))[:8])}; {fix} --chat-fields role={role},content={content}"
 
 
-def _require_usual(table: dict[str, Any], keys: Collection[str], where: str) -> None:
-    """Raise UnusableText for a key by which others learn something else, unless its value means nothing."""
+def _require_usual(table: dict[str, Any], keys: Collection[str], where: str, off: tuple[Any, ...] = ()) -> None:
+    """Raise UnusableText for a key by which others learn something else, unless its value means nothing or is `off`."""
     for key in sorted(keys):
-        if table.get(key, 1) not in USUAL:
+        if table.get(key, 1) not in (*USUAL, *off):
             raise UnusableText(
-                f"{where} has {key}, by which others learn less of it, or to another prompt; all answers are learned "
-                "alike here, to messages and tools alone; drop it"
+                f"{where} has {key}, by which others learn less of it, or to another prompt; here answers are learned "
+                f"whole{' or not at all (0)' if off else ''}, to messages and tools alone; drop it"
             )
+
+
+def learned_answers(messages: list[Any]) -> list[bool]:
+    """Of each answer whether it is learned: those with a `weight` of 0, as OpenAI has it, or `train` false aren't."""
+    return [
+        not any(message.get(key) in (0,) for key in LEARNED) for message in messages if message["role"] == "assistant"
+    ]
 
 
 def _parts(content: list[Any], where: str) -> list[Any]:
