@@ -12,6 +12,7 @@ from fsdp2.checkpoint import files, full_model, restore, saver, state, store, we
 from fsdp2.models import initial
 from fsdp2.models.meta import parameters_on_meta
 from fsdp2.parallel import fully_sharded, groups, mesh, meta
+from fsdp2.run.process import signals
 from fsdp2_extra.models import blocks
 from fsdp2_tools.checkpoint.export import export
 
@@ -24,7 +25,7 @@ def build(folder):  # parameters without memory; buffers, such as rotary tables,
         return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
 
 
-def train(out: Path, folder: str, device: torch.device, steps: int = 6, norm: float = 1.0) -> list[float]:
+def train(out: Path, folder: str, device: torch.device, steps: int = 6, norm: float = 1.0, stop=None) -> list[float]:
     model, ranks, losses = build(folder), mesh.make_mesh(device.type, dist.get_world_size()), []
     fully_sharded.shard(model, groups.shard_groups(model, blocks.find_blocks(model)), mesh=ranks)
     meta.allocate(model, device)  # memory for this rank's shards alone, NaN until they get a value
@@ -32,6 +33,7 @@ def train(out: Path, folder: str, device: torch.device, steps: int = 6, norm: fl
     meta.check_initialised(model)  # raises if anything still holds that NaN
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     place, app = store.Store(files.LocalFiles(out / "checkpoints")), state.AppState(model, optimizer, {})
+    stop = stop or signals.StopSignals()  # which remembers none until it is entered
     for step in range(done := restore.restore_newest(place, app), steps):
         order = torch.randperm(len(TEXT), generator=torch.Generator().manual_seed(step))  # on any number of ranks
         tokens = TEXT[order[:ROWS].tensor_split(ranks.size())[dist.get_rank()]].to(device)
@@ -40,10 +42,12 @@ def train(out: Path, folder: str, device: torch.device, steps: int = 6, norm: fl
         fully_sharded.clip(model.parameters(), norm)
         optimizer.step()
         optimizer.zero_grad()
-        dist.all_reduce(total := loss.detach())
-        losses.append(total.item())
-        if (step + 1) % 3 == 0 or step + 1 == steps:
+        dist.all_reduce(total := torch.stack([loss.detach(), loss.new_tensor(stop.reason is not None)]))
+        losses.append(total[0].item())
+        if (step + 1) % 3 == 0 or step + 1 == steps or total[1]:
             saver.save_now(place, app, step + 1, keep=2)
+        if total[1]:  # SIGTERM or Ctrl-C on any rank: all of them save, and end, after the same step
+            return losses
     made = out / f"model-{max(done, steps)}"  # the newest checkpoint's, which is exported
     full_model.while_rank_0(lambda: made.exists() or export(str(out), str(made), "hf", like=(build(folder), {})))
     return losses
@@ -55,6 +59,7 @@ if __name__ == "__main__":
     out, folder = Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else f"{sys.argv[1]}/tiny"
     if len(sys.argv) == 2:
         full_model.while_rank_0(lambda: LlamaForCausalLM(LlamaConfig.from_dict(TINY)).save_pretrained(folder))
-    print(train(out, folder, device))
+    with signals.StopSignals() as stop:
+        print(train(out, folder, device, stop=stop))
     dist.barrier()  # gloo lets go of what the last exchange held; as Python ends, that aborts (pytorch 190489)
     dist.destroy_process_group()

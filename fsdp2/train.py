@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from fsdp2.checkpoint.state import Part, Progress
+from fsdp2.checkpoint.state import Part, Progress, seed_everything
 from fsdp2.data.loader import Batch
 from fsdp2.evaluate import evaluate
 from fsdp2.observing import observed
@@ -80,14 +80,14 @@ def main(
         # Model: meta -> sharded -> initialised -> with its optimizer.
         engine = make_engine(config, world, device, restoring=job.origin.checkpoint is not None)
         schedule = Schedule(config, engine.optimizer, batches)
-        runtime.seed_everything(config.seed, world.rank // config.tp)  # for dropout, the same for the same activations
+        seed_everything(config.seed, world.rank // config.tp)  # for dropout, the same for the same activations
 
         # Where to start. All that a resumed run needs is part of this state.
         progress = Progress()
         app = state_of_run(config, engine, schedule.scheduler, batches, progress, world, device, also_saved)
         restored = resume(job, app, engine.ema, hashes=config.verify == "hash")
         if not restored["random_state_restored"]:
-            runtime.seed_everything(config.seed, world.rank // config.tp, progress.step)
+            seed_everything(config.seed, world.rank // config.tp, progress.step)
         first_step, random_state = progress.step, app.parts["rng"].state_dict()
         job.add_note(schedule.go_on(progress.step, job.origin.before))
         try_out(config, engine, dataset, device)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
@@ -17,7 +18,7 @@ from fsdp2.checkpoint.files import Files
 from fsdp2.checkpoint.planner import StrictLoadPlanner, misfit
 from fsdp2.checkpoint.refusal import one_line
 from fsdp2.checkpoint.safe_reader import SafeReader
-from fsdp2.checkpoint.state import AppState, Progress, WeightsOnly
+from fsdp2.checkpoint.state import AppState, Progress, RandomState, WeightsOnly, seed_everything
 from fsdp2.checkpoint.store import (
     HASH,
     MARKER,
@@ -110,15 +111,25 @@ def _restore_imported(checkpoint: Files, app: AppState, marker: Mapping[str, Any
         require_step(checkpoint, progress.step, marker)
 
 
-def restore_newest(store: Store, app: AppState) -> int:
+def restore_newest(store: Store, app: AppState, seed: int = 1) -> int:
     """Load the newest committed checkpoint of a store in place; its step, or 0 if there is none. A collective call.
+
+    From here on `app` holds each rank's random generators, as the part `rng`, for dropout and the like. Where a
+    checkpoint has none for them, or there is no checkpoint, they are made from `seed`, the rank and the step.
 
     Raises as `restore` does.
     """
-    newest = [max(store.committed(), default=0) if dist.get_rank() == 0 else 0]
+    rank = dist.get_rank()
+    if "rng" not in app.parts:
+        app.parts = {
+            **app.parts,
+            "rng": RandomState(rank, torch.device("cuda" if torch.cuda.is_initialized() else "cpu")),
+        }
+    newest = [max(store.committed(), default=0) if rank == 0 else 0]
     dist.broadcast_object_list(newest, src=0)  # rank 0's answer: others may see a shared folder later
-    if newest[0]:
-        restore(store.checkpoint(newest[0]), app)
+    if not newest[0] or not restore(store.checkpoint(newest[0]), app):
+        mine = app.parts["rng"]
+        seed_everything(seed, mine.unlike if isinstance(mine, RandomState) else rank, newest[0])
     return newest[0]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -231,6 +232,7 @@ class RandomState:
 
     def __init__(self, rank: int, device: torch.device, alike: int = 1) -> None:
         self.key, self.device = f"rank{rank}" + (f"-of-tp{alike}" if alike > 1 else ""), device
+        self.unlike = rank // alike  # the number of those that draw as this rank does
 
     def state_dict(self) -> dict[str, Any]:
         """The states of torch's, Python's and NumPy's generators on this rank, as tensors."""
@@ -264,6 +266,15 @@ class RandomState:
         )
         if self.device.type == "cuda":
             torch.cuda.set_rng_state(mine["cuda"], self.device)
+
+
+def seed_everything(seed: int, *context: int) -> None:
+    """Seed torch, Python and NumPy, for dropout and the like, from the run's seed and, say, the rank."""
+    digest = hashlib.sha256("/".join(map(str, (seed, *context))).encode()).digest()
+    number = int.from_bytes(digest[:4], "big")
+    torch.manual_seed(number)  # every GPU too
+    random.seed(number)
+    numpy.random.seed(number)
 
 
 def plain_names(model: nn.Module, *, keep_vars: bool = False) -> dict[str, Tensor]:

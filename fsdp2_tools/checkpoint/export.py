@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import sys
@@ -36,6 +37,8 @@ from fsdp2_tools.checkpoint.stopping import name_ends
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}  # as config.json has it -> ours
 MAX_SHARD_SIZE = 4_000_000_000
+NOTHING_OVERWRITTEN = "nothing is overwritten; choose another path"
+WRITING = "another process is writing there, or has died: then remove it"
 
 
 def export(
@@ -80,7 +83,7 @@ def export(
     config = like[1].get("config.json") if to == "hf" and like is not None and dtype is None else None
     implied = NAMES.get(dtype_of(config) or "") if config is not None else None
     dtype = dtype or implied
-    aside = new_path(f"{target}.tmp", hint="an export is writing there, or has died: then remove it")
+    aside = new_path(f"{target}.tmp", hint=WRITING)
     with ExitStack() as stack:
         source = stack.enter_context(opened(place))
         checked = require_undamaged(source)
@@ -116,13 +119,12 @@ def export(
             nonfinite.look(name, tensor)
             return tensor
 
-        folder = LocalFiles(target.parent)
-        folder.mkdir("")
-        with whole_or_absent(aside, sum(tensor.nbytes for tensor in tensors.values())):
+        LocalFiles(target.parent).mkdir("")
+        needed = sum(tensor.nbytes for tensor in tensors.values())
+        with whole_or_absent(aside, folder=to != "pt", needed=needed):
             if to == "pt":
                 write_pt(aside, tensors, read)
             else:
-                aside.mkdir()
                 if to == "safetensors":
                     write_safetensors(LocalFiles(aside), tensors, read, max_shard_size)
                 elif adapters is not None and to == "peft":
@@ -137,12 +139,9 @@ def export(
                     stops = name_ends(aside, like[1])
                 if card is not None and to in FOLDERS and not (aside / CARD).exists():
                     (aside / CARD).write_bytes(card(marker.get("step")))
-            folder.fsync(aside.name)
-            folder.rename(aside.name, target.name)
-            folder.fsync("")
-    size = sum(tensor.nbytes for tensor in tensors.values())
+            give_name(aside, target)
     dtypes = sorted({str(one.dtype).removeprefix("torch.") for one in tensors.values() if one.is_floating_point()})
-    said = f"{target}: {len(tensors)} tensors, {size:,} bytes, {' and '.join(dtypes) or 'no floating point'}"
+    said = f"{target}: {len(tensors)} tensors, {needed:,} bytes, {' and '.join(dtypes) or 'no floating point'}"
     if implied is not None:
         said += " as in the model's config.json (--dtype chooses another)"
     return "; ".join([said, f"the source is {checked}", *filter(None, [stops]), *nonfinite.note()])
@@ -156,7 +155,7 @@ def _with_tokenizer(beside: Mapping[str, bytes], tokenizer: Mapping[str, bytes] 
     return {**{name: content for name, content in tokenizer.items() if name != SETTINGS}, **of_model}
 
 
-def new_path(out: str, hint: str = "nothing is overwritten; choose another path") -> Path:
+def new_path(out: str, hint: str = NOTHING_OVERWRITTEN) -> Path:
     """The path to write to. Raises Refused for a URL, or with the hint for what exists."""
     if "://" in out:
         raise Refused(f"{out}: is a URL; write to a local path and copy it from there")
@@ -166,12 +165,40 @@ def new_path(out: str, hint: str = "nothing is overwritten; choose another path"
     return path
 
 
-@contextmanager
-def whole_or_absent(path: Path, needed: int | None = None) -> Iterator[None]:
-    """Remove what is written at a path, `needed` bytes, if that ends with an error, an interrupt or a SIGTERM.
+def give_name(aside: Path, target: Path) -> None:
+    """Give what was written aside its name, durably. Raises Refused for what has come there meanwhile."""
+    folder = LocalFiles(target.parent)
+    folder.fsync(aside.name)
+    try:
+        if aside.is_dir():
+            folder.rename(aside.name, target.name)  # of folders the system replaces an empty one alone
+        else:
+            os.link(aside, target)  # a rename would replace a file
+            aside.unlink()
+    except OSError:
+        if os.path.lexists(target):
+            raise Refused(f"{target}: exists since a moment; {NOTHING_OVERWRITTEN}") from None
+        if aside.is_dir():
+            raise
+        folder.rename(aside.name, target.name)  # where a file system has no hard links
+    folder.fsync("")
 
-    Raises OSError in the place of an error that a disk has caused.
+
+@contextmanager
+def whole_or_absent(path: Path, *, folder: bool, needed: int | None = None) -> Iterator[None]:
+    """Make a new folder or file, and remove it if its writing, of `needed` bytes, ends with an error or a signal.
+
+    Raises Refused for one that exists, and OSError in the place of an error that a disk has caused.
     """
+    try:
+        if folder:
+            path.mkdir()
+        else:
+            path.touch(exist_ok=False)
+    except FileExistsError:  # since `new_path` looked, perhaps
+        raise Refused(f"{path}: exists; {WRITING}") from None
+    except OSError as error:
+        raise OSError(f"{path} was not written: {error}") from error
     try:
         with _sigterm_raises():
             yield

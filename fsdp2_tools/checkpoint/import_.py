@@ -132,8 +132,9 @@ def write_imported(
         check()
         write_marker(files, {**info, "finite": not nonfinite.names, "files": dict(sorted(written.items()))})
 
-    with whole_or_absent(target):
-        files.mkdir("")
+    LocalFiles(target.parent).mkdir("")
+    with whole_or_absent(target, folder=True):
+        LocalFiles(target.parent).fsync("")
         write_dcp(files, tensors, values, places, read_and_look, commit)
     return nonfinite.note()
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fsdp2.checkpoint.state import seed_everything
 from fsdp2.config import Config, parse
 from fsdp2.data.splits import Dataset
 from fsdp2.evaluate import scored
@@ -59,7 +60,7 @@ class Trial:
             torch.cuda.reset_peak_memory_stats(device)
         self.engine = make_engine(config, world, device, restoring=False)
         # Dropout of the first steps is the same for all settings.
-        runtime.seed_everything(config.seed, world.rank // config.tp)
+        seed_everything(config.seed, world.rank // config.tp)
         self.losses += [self._step() for _ in range(WARM_UP - RECORDED)]
         with ExitStack() as watched:
             if peak and device.type == "cpu":

@@ -15,7 +15,7 @@ from fsdp2.checkpoint.refusal import Refused
 from fsdp2.checkpoint.sources.opening import opened, require_undamaged
 from fsdp2.checkpoint.sources.pt_file import open_pt, write_pt
 from fsdp2.checkpoint.sources.source import dotted
-from fsdp2_tools.checkpoint.export import new_path, whole_or_absent
+from fsdp2_tools.checkpoint.export import WRITING, give_name, new_path, whole_or_absent
 from migration.checkpoints.detect import is_fsdp1s
 from migration.checkpoints.origin import Choice, opened_origin
 from migration.checkpoints.prove import Proof, compare
@@ -42,7 +42,7 @@ def back(place: str, out: str, choice: Choice) -> tuple[list[str], Proof]:
     file then.
     """
     target = new_path(out)
-    aside = new_path(f"{target}.tmp", hint="a conversion is writing there, or has died: then remove it")
+    aside = new_path(f"{target}.tmp", hint=WRITING)
     with _tree(place, choice) as (tree, notes):
         entries, left = _arranged(tree)
         if not entries:
@@ -54,16 +54,13 @@ def back(place: str, out: str, choice: Choice) -> tuple[list[str], Proof]:
         def arrange(state: dict[str, Tensor]) -> Any:
             return _nested({**{places[name]: tensor for name, tensor in state.items()}, **values})
 
-        folder = LocalFiles(target.parent)
-        folder.mkdir("")
+        LocalFiles(target.parent).mkdir("")
         metas = {name: entry.meta for name, entry in named.items() if entry.meta is not None}
-        with whole_or_absent(aside):
+        with whole_or_absent(aside, folder=False):
             write_pt(aside, metas, lambda name: named[name].read().contiguous(), arrange)
             written = open_pt(str(target), aside)
             proof = compare(entries, written.paths, written.read)
-            folder.fsync(aside.name)
-            folder.rename(aside.name, target.name)
-            folder.fsync("")
+            give_name(aside, target)
     has_optimizer = any(path[0] == OPTIMIZER[0] for path in entries)
     lines = [f"wrote {out}: a full state dict of {proof.tensors} tensors" + " and its optimizer" * has_optimizer]
     lines += [HOW_TO_LOAD.format(out=out) + LOAD_OPTIMIZER * has_optimizer]

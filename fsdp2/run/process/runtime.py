@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
-import random
 import signal
 import socket
 import sys
 from dataclasses import dataclass
 
-import numpy
 import torch
 import torch.distributed as dist
 
@@ -147,12 +144,3 @@ def set_threads(threads: int | None, world: World) -> int:
     count = threads or said or max(1, cores // world.local_world_size)
     torch.set_num_threads(count)
     return count
-
-
-def seed_everything(seed: int, *context: int) -> None:
-    """Seed torch, Python and NumPy, for dropout and the like, from the run's seed and, say, the rank."""
-    digest = hashlib.sha256("/".join(map(str, (seed, *context))).encode()).digest()
-    number = int.from_bytes(digest[:4], "big")
-    torch.manual_seed(number)  # every GPU too
-    random.seed(number)
-    numpy.random.seed(number)
