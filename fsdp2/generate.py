@@ -34,7 +34,7 @@ def generate(
     Args:
         forward: of a batch whose inputs are (1, T) tokens.
         tokens: (T,) int64 to begin with, one or more, on the model's device.
-        window: how many of the last tokens the model sees: what it was trained on.
+        window: how many of the last tokens the model sees.
         temperature: 0 takes the likeliest token; else they are drawn by softmax(logits / temperature), from a generator
             that `seed` starts.
         ends: the tokens of which each ends a text.

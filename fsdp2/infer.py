@@ -7,6 +7,7 @@ loads the newest sharded checkpoint instead, and no rank ever holds a full copy.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -129,15 +130,21 @@ def go_on(
 
         asked = asked_of(prompt, config.dataset, tokenizer_of(config), config.bos, prompt_as, system)
         begin = torch.tensor(asked.tokens.astype("int64"), device=run.device)
+        window = max(config.seq_len, spec.positions or 0)
+        if len(begin) > window:
+            raise ConfigError(f"--prompt: has {len(begin)} tokens, and the model sees the last {window}; shorten it")
         settings: dict[str, Any] = {"new_tokens": new_tokens, "temperature": temperature, "seed": seed}
-        found = generate(run.forward, spec, begin, window=config.seq_len, ends=asked.ends, **settings)
+        found = generate(run.forward, spec, begin, window=window, ends=asked.ends, **settings)
 
         def say(text: str) -> None:
             if run.world.rank == 0:
                 print(printable(text, "\n\t"), end="", flush=True)
 
         say(f"temperature {temperature:g}, seed {seed}; --temperature 0 takes the likeliest\n" if temperature else "")
-        text = asked.answer(found, say)
+        number = itertools.count()
+        text = asked.answer((token for token, _ in zip(found, number, strict=False)), say)
+        if len(begin) + next(number) > window:
+            say(f"the model sees {window} tokens at a time: it wrote the end without the beginning of the prompt\n")
         return {"prompt": prompt, "text": text, "weights": run.weights}
 
 

@@ -145,7 +145,7 @@ def search(asked: TuneOptions, options: RayOptions, config: Config, space: Space
     from ray import tune
     from ray.tune.schedulers import AsyncHyperBandScheduler
 
-    around = {**ray_train.surroundings(config), "in_trial": True}
+    around = ray_train.surroundings(config)
 
     def trial(sampled: dict[str, Any]) -> None:
         one = f"run-{tune.get_context().get_trial_id()}"
@@ -169,7 +169,7 @@ def search(asked: TuneOptions, options: RayOptions, config: Config, space: Space
         name,
         at_once=at_once,
         what=what,
-        callbacks=[progress(asked.metric)],
+        callbacks=[gives_back(asked.metric)],
         param_space={field: ray_way(choice) for field, choice in space.items()},
         num_samples=asked.trials,
         metric=asked.metric,
@@ -252,18 +252,23 @@ def reports_to_tune() -> Any:
     return Evaluations()
 
 
-def progress(metric: str) -> Any:
-    """One line for each evaluation of a trial; and what stopped trials leave behind is given back."""
+def gives_back(metric: str | None = None) -> Any:
+    """A callback of Tune's that gives back what stopped trials leave behind; with a metric, a line for each evaluation.
+
+    A trial is stopped by killing its processes, and then its workers keep their CPUs: Ray Train's own cleaner of such
+    leftovers asks the dashboard. Each report has to name what is to be given back, as `ray_worker.placement` does.
+    """
     from ray import PlacementGroupID, tune
     from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-    class Lines(tune.Callback):
+    class GivesBack(tune.Callback):
         def __init__(self) -> None:
             self.left: list[tuple[float, str]] = []  # when, and which placement group
 
         def on_trial_result(self, iteration: int, trials: Any, trial: Any, result: dict[str, Any], **_: Any) -> None:
-            at = f"epoch {result['epoch'] + 1}  step {result['step']}"
-            print(f"{trial.trial_id}  {at}  {metric} {result[metric]:.4f}  {said(trial.config)}", flush=True)
+            if metric is not None:
+                at = f"epoch {result['epoch'] + 1}  step {result['step']}"
+                print(f"{trial.trial_id}  {at}  {metric} {result[metric]:.4f}  {said(trial.config)}", flush=True)
 
         def on_trial_complete(self, iteration: int, trials: Any, trial: Any, **_: Any) -> None:
             group = (trial.last_result or {}).get("placement_group")
@@ -271,7 +276,8 @@ def progress(metric: str) -> Any:
                 self.left.append((time.monotonic(), group))
 
         def on_trial_error(self, iteration: int, trials: Any, trial: Any, **_: Any) -> None:
-            print(f"{trial.trial_id}  failed; {said(trial.config)}", flush=True)
+            if metric is not None:
+                print(f"{trial.trial_id}  failed; {said(trial.config)}", flush=True)
             self.on_trial_complete(iteration, trials, trial)
 
         def on_step_begin(self, iteration: int, trials: Any, **_: Any) -> None:
@@ -284,13 +290,11 @@ def progress(metric: str) -> Any:
                 self.give_back()
 
         def give_back(self) -> None:
-            # A trial is stopped by killing its processes, and then its workers keep their CPUs: Ray Train's own cleaner
-            # of such leftovers asks the dashboard, which doesn't run here. Later, since a controller that still
-            # lives would start new workers.
+            # Later, since a controller that still lives would start new workers.
             while self.left and time.monotonic() - self.left[0][0] >= SECONDS_TO_DIE:
                 remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(self.left.pop(0)[1]))))
 
-    return Lines()
+    return GivesBack()
 
 
 def said(sampled: dict[str, Any]) -> str:

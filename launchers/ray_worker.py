@@ -28,7 +28,7 @@ def train_worker(job: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         job: `config`, keyword arguments of a Config; `folder` and `environment` (of this project's variables), as
-            they were where the run was started; `filesystem`, through which Ray reaches a run at a URL; `in_trial`.
+            they were where the run was started; `filesystem`, through which Ray reaches a run at a URL.
 
     Returns the data of the `end` event; of a run that stops by intention, why, as `stopped`. Raised, that would make
     Ray start it again from the same checkpoint, to the same end.
@@ -37,9 +37,6 @@ def train_worker(job: dict[str, Any]) -> dict[str, Any]:
     config = Config(**job["config"])
     run = RunDir(str(config.run_dir))
     reporter = Reporter(run, job["filesystem"], background=config.async_checkpoint is not None)
-    group = ray.util.get_current_placement_group() if job.get("in_trial") else None
-    if group is not None:
-        reporter.known["placement_group"] = group.id.hex()  # for who has to give it back if the trial is stopped
     try:
         return main(config, reporter)
     except RunStopped as error:
@@ -90,6 +87,12 @@ def kept_by_ray() -> int | None:
     return kept
 
 
+def placement() -> dict[str, Any]:
+    """Name what Ray has reserved for the workers, as each report of a trial has to: see `ray_tune.gives_back`."""
+    group = ray.util.get_current_placement_group()
+    return {} if group is None else {"placement_group": group.id.hex()}
+
+
 class Reporter:
     """A listener: one report to Ray for each checkpoint or evaluation, by all ranks after the same step.
 
@@ -114,7 +117,7 @@ class Reporter:
                 f"and give the run's Config keep={kept}"
             )
         self.run, self.filesystem, self.background = run, filesystem, background
-        self.known: dict[str, Any] = {}  # what each report holds
+        self.known = placement()  # what each report holds
         self._losses: list[float] = []  # of the epoch's steps
         self._newest: str | None = None
         self._evaluated = False

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import ast
-import contextlib
-import io
-import json
 import os
 import re
 import shutil
@@ -19,7 +16,7 @@ from typing import Any
 import pytest
 
 from fsdp2.config import parser
-from tests.docs import commands
+from tests.docs import commands, shown_code
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -123,18 +120,9 @@ def test_pages_help_and_messages_avoid_the_words_that_our_style_avoids() -> None
     assert not {name: lines for name, lines in found.items() if lines}
 
 
-@pytest.mark.parametrize("notebook", ["tutorial.ipynb", "deepspeed_tutorial.ipynb"])
+@pytest.mark.parametrize("notebook", shown_code.NOTEBOOKS)
 def test_a_notebook_prints_the_code_that_there_is(notebook: str) -> None:
-    names: dict[str, Any] = {}
-    exec("import inspect", names)
-    for cell in json.loads((ROOT / "docs" / notebook).read_text())["cells"]:
-        source = "".join(cell["source"])
-        if cell["cell_type"] != "code" or "getsource" not in source:
-            continue
-        if "launchers" in source:
-            pytest.importorskip("ray")
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            exec(source, names)
-        (output,) = cell["outputs"]
-        assert "".join(output["text"]) == printed.getvalue(), "run the notebook's cell again"
+    text = (ROOT / "docs" / notebook).read_text()
+    if "launchers" in text:
+        pytest.importorskip("ray")
+    assert shown_code.printed_again(notebook) == text, "python -m tests.docs.reference prints it again"

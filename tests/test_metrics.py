@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,14 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def test_floats_keep_every_bit_and_what_is_no_number_is_null(tmp_path: Path) -> None:
-    file = MetricsFile(tmp_path / "m.jsonl", rank=0)
+    file, before = MetricsFile(tmp_path / "m.jsonl", rank=0), round(time.time(), 3)
     loss = 0.1 + 0.2
     file("train", {"step": 1, "loss": loss, "grad_norm": math.nan})
     file("train", {"step": 2, "loss": math.inf})
     file.close()
-    assert read(tmp_path / "m.jsonl") == [
+    records = read(tmp_path / "m.jsonl")
+    assert all(before <= record.pop("time") <= time.time() + 0.001 for record in records)  # it is rounded
+    assert records == [
         {"kind": "train", "step": 1, "loss": 0.30000000000000004, "grad_norm": None},
         {"kind": "train", "step": 2, "loss": None},
     ]

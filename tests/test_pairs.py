@@ -205,6 +205,7 @@ SAME = {**TEXTS, "rejected": TEXTS["chosen"]}
         ([TEXTS, SAME, SAME], r"of 3 pairs 2 with one answer as chosen and rejected .*lines 2, 3.; leave them .*drop"),
         ([TEXTS, {**TEXTS, "chosen": ""}], r"of 2 pairs 1 with an answer without a token .*line 2."),
         ([{**TEXTS, "chosen": "a" * 64}], r"of 1 pairs 1 with more than 64 tokens \(none is cut\) .*line 1."),
+        ([{**TEXTS, "weight": 0.1}], "line 1 has weight, by which others learn less of it"),
         ([], "holds no pairs; give lines with prompt"),
     ],
 )  # fmt: skip
@@ -212,6 +213,24 @@ def test_what_is_no_pair_is_one_line(tmp_path: Path, rows: list[Any], part: str)
     with pytest.raises(UnusableText, match=part) as caught:
         load(tmp_path, *rows, as_="text")
     one_line(caught.value, str(tmp_path / "pairs.jsonl"))
+
+
+def test_answers_to_different_questions_are_no_pair(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    make_tokenizer(tmp_path, PLAIN)
+    one = {"chosen": talk("which", "a")["messages"], "rejected": talk("when", "b")["messages"]}
+    with pytest.raises(UnusableText, match=r"of 2 pairs 1 with answers to different questions .*line 2"):
+        load(tmp_path, {**TEXTS, "prompt": "a"}, one)
+    longer = {"chosen": talk("which", "a", "so", "b")["messages"], "rejected": talk("which", "c")["messages"]}
+    split = load(tmp_path, longer, {**longer, "rejected": talk("which", "a")["messages"]}, one, drop=True)
+    assert len(split) == 2
+    assert said(tmp_path, split)[0][1] == "a<|end|>\nb<|end|>\n"
+
+
+def test_fields_that_nothing_reads_are_named(tmp_path: Path) -> None:
+    split = load(tmp_path, TEXTS, {**TEXTS, "margin": 2, "images": []}, as_="text")
+    assert split.about.endswith("; dropped: images, margin")
+    assert "dropped" not in load(tmp_path, TEXTS, as_="text").about
 
 
 def test_other_files_and_models_are_one_line(tmp_path: Path) -> None:

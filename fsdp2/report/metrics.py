@@ -36,7 +36,8 @@ class MetricsFile:
 
     def __call__(self, kind: str, data: dict[str, Any]) -> None:
         if self._file is not None:
-            record = {key: None if _not_finite(value) else value for key, value in {"kind": kind, **data}.items()}
+            said = {"kind": kind, **data, "time": round(time.time(), 3)}
+            record = {key: None if _not_finite(value) else value for key, value in said.items()}
             with disk_errors(self._path):
                 self._file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
                 self._file.flush()

@@ -39,7 +39,7 @@ def conversation(row: Row, form: str, fields: Fields) -> tuple[list[Any], list[A
     Contents are text or parts of text, and calls and tools are objects.
     """
     line, found = renamed(row.content, fields), []
-    _require_usual(line, unread(form, fields), row.where)
+    require_usual(line, unread(form, fields), row.where)
     for number, message in enumerate(messages_of(line, form, fields, row.where), 1):
         where = f"{row.where}: its message {number}"
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
@@ -49,7 +49,7 @@ def conversation(row: Row, form: str, fields: Fields) -> tuple[list[Any], list[A
         flag = "system-role" if ours == "system" else ours
         if ours != role and flag in OF_ROLE:
             raise UnusableText(f"{where} has the role {role}, which is {ours} here; add --chat-fields {flag}={role}")
-        _require_usual(message, LEARNED, where, off=(0,))
+        require_usual(message, LEARNED, where, off=(0,))
         # Tables have each column in each row. Transformers leaves these out too.
         message = {key: value for key, value in message.items() if value is not None}
         if not {"content", "tool_calls"} & message.keys() and (role != "assistant" or message.keys() <= PLAIN):
@@ -75,7 +75,7 @@ def _named(message: Any) -> str:
     return f"; it has {', '.join(list(map(str, message))[:8])}; {fix} --chat-fields role={role},content={content}"
 
 
-def _require_usual(table: dict[str, Any], keys: Collection[str], where: str, off: tuple[Any, ...] = ()) -> None:
+def require_usual(table: dict[str, Any], keys: Collection[str], where: str, off: tuple[Any, ...] = ()) -> None:
     """Raise UnusableText for a key by which others learn something else, unless its value means nothing or is `off`."""
     for key in sorted(keys):
         if table.get(key, 1) not in (*USUAL, *off):

@@ -18,9 +18,11 @@ from torch.utils.data import Dataset as TorchDataset
 
 from fsdp2.data.errors import UnusableText
 from fsdp2.data.splits import IGNORED, Rows, identity_of
+from fsdp2.units import printable
 from fsdp2_extra.text.chat import has_template, open_chat
-from fsdp2_extra.text.forms import Fields, messages_of, one_form, renamed
+from fsdp2_extra.text.forms import Fields, messages_of, one_form, read_of, renamed, unread
 from fsdp2_extra.text.header_lines import other_reader, span
+from fsdp2_extra.text.messages import require_usual
 from fsdp2_extra.text.places import PUBLISHED, published
 from fsdp2_extra.text.prepared import NAMED, Encoder, places
 from fsdp2_extra.text.reading import rows_of
@@ -30,6 +32,7 @@ from fsdp2_extra.text.tokenizer import LOOKED_AT, document
 from fsdp2_extra.text.tokenizer_file import open_tokenizer
 
 ANSWERS = ("chosen", "rejected")
+MOST_UNREAD = 80  # characters of the names of fields that nothing reads
 
 Encoded = tuple[numpy.ndarray, numpy.ndarray]
 """Tokens, (n,), and as many booleans: whether a model is to write this one."""
@@ -102,6 +105,9 @@ def load(
         f"more than {length} tokens (none is cut)": lambda pair: max(len(tokens) for tokens, _ in pair) > length,
         "an answer without a token": lambda pair: not all(learn[1:].any() for _, learn in pair),
         "one answer as chosen and rejected": lambda pair: numpy.array_equal(pair[0][0], pair[1][0]),
+        "answers to different questions": lambda pair: (
+            not any(_differ(pair) == len(learn) or learn[_differ(pair)] for _, learn in pair)
+        ),
     }
     judged = [next((why for why, wrong in reasons.items() if wrong(pair)), "") for _, pair in rows]
     bad = " and ".join(f"{count:,} with {why}" for why in reasons if (count := judged.count(why)))
@@ -117,6 +123,8 @@ def load(
     how = " and ".join(f"{count:,} {way}" for way, count in ways.items() if count)
     about = f"{len(kept):,} of {span(min(sizes), max(sizes))} tokens{' each' * (min(sizes) == max(sizes))}, {how}"
     about += f"; left out by --bad-samples drop: {bad}" if bad else ""
+    unread = printable(", ".join(sorted(encode.found - read_of("pairs", encode.fields)))[:MOST_UNREAD])
+    about += f"; dropped: {unread}" if unread else ""
     other = encode.texts.unlike([tokens[:LOOKED_AT] for pair in kept[:LOOKED_AT] for tokens, _ in pair])
     return Pairs(kept, "; ".join([about, *other_reader({**encode.texts.about, "unlike": other})]))
 
@@ -129,11 +137,14 @@ class _Encode:
         self.has_own = os.path.isfile(os.path.join(folder, "tokenizer.json"))
         self.texts = open_tokenizer(folder if self.has_own else "bytes")
         self._chat: Encoder | None = None
+        self.found: set[str] = set()  # the fields of all lines
 
     def __call__(self, row: Row) -> list[Encoded]:
         """The rows of both answers. Raises UnusableText."""
         one_form(row.content, None, self.fields, row.where)
+        self.found |= row.content.keys()
         line = {name: value for name, value in renamed(row.content, self.fields).items() if value is not None}
+        require_usual(line, unread("pairs", self.fields), row.where)
         texts = all(isinstance(line.get(name, ""), str) for name in ("prompt", *ANSWERS))
         if texts and (self._as or ("chat" if line.get("prompt") else "text")) == "text":
             self.raw += 1
@@ -186,9 +197,14 @@ class _Encode:
 
 def _apart(pair: list[Encoded]) -> list[Encoded]:
     """Two conversations, of which the answers before the last that differs are the question's."""
-    length = min(len(tokens) for tokens, _ in pair)
-    (differ,) = numpy.nonzero(pair[0][0][:length] != pair[1][0][:length])
-    at = int(differ[0]) if len(differ) else length
+    at = _differ(pair)
     while at and any(learn[at - 1] for _, learn in pair):
         at -= 1  # both answers begin with the same words
     return [(tokens, learn & (numpy.arange(len(learn)) >= at)) for tokens, learn in pair]
+
+
+def _differ(pair: list[Encoded]) -> int:
+    """The place of the first token in which two rows differ: the length of the shorter one, if it begins the other."""
+    length = min(len(tokens) for tokens, _ in pair)
+    (differ,) = numpy.nonzero(pair[0][0][:length] != pair[1][0][:length])
+    return int(differ[0]) if len(differ) else length

@@ -28,7 +28,10 @@ FLAT = "_flat_param"
 _ALIGNMENT = 16  # bytes
 NOT_PROVEN = "it was wrapped differently, or is another model's; give all classes that were wrapped with --wrap"
 
-IN_ORDER = "the optimizer's numbers were taken in the order of model.parameters(), with which all sizes agree"
+IN_ORDER = (
+    "the optimizer's numbers were taken in the order of model.parameters(), with which all sizes agree; "
+    "for another order add --optimizer-names"
+)
 
 Named = list[tuple[str, torch.Size]]
 

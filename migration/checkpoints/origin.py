@@ -22,7 +22,10 @@ MODEL_KEYS = ("model", "state_dict", "model_state_dict", "model_state", "module"
 OPTIMIZER_KEYS = ("optim", "optimizer", "optimizers", "optimizer_state_dict", "optim_state_dict", "optimizer_states")
 AROUND: tuple[TreePath, ...] = ((), ("app",), ("state",))  # what a Stateful, or Composer, puts around all of it
 STEP_KEYS = ("step", "global_step", "iteration", "iter_num")
-IN_ORDER = "the optimizer's numbers were taken in the order of model.parameters(), with which all shapes agree"
+IN_ORDER = (
+    "the optimizer's numbers were taken in the order of model.parameters(), with which all shapes agree; "
+    "for another order add --optimizer-names"
+)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from fsdp2 import models
 from fsdp2.config import parser
 from fsdp2.options.parser import SHORT
-from tests.docs import commands, figures
+from tests.docs import commands, figures, shown_code
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -289,7 +289,8 @@ def run_page() -> str:
         "checkpoints and deletes older ones**: `--keep` and `--keep-every` change that. [What is in a "
         "checkpoint](state-dicts.md), [how it is committed](notes/commit.md), [a run at a URL](remote.md).\n",
         "## `metrics.jsonl`\n",
-        "Each line has a `kind`. A line may be written one step late, so that a GPU isn't kept waiting. A resume cuts "
+        "Each line has a `kind`, and the `time` of its writing in seconds since 1970. A line may "
+        "be written one step late, so that a GPU isn't kept waiting. A resume cuts "
         "the file back to its checkpoint, so each step stands in it once. NaN and infinity are written as `null`.\n",
     ]
     for kind, fields in RECORDS.items():
@@ -357,3 +358,8 @@ PAGES: dict[str, Callable[[], str]] = {
 if __name__ == "__main__":
     for name, page in PAGES.items():
         (DOCS / name).write_text(page())
+    for name in shown_code.NOTEBOOKS:
+        try:
+            (DOCS / name).write_text(shown_code.printed_again(name))
+        except ImportError as error:
+            print(f"docs/{name}: its code isn't printed again ({error})")

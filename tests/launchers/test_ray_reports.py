@@ -181,7 +181,7 @@ def test_an_evaluation_is_told_once(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         TuneReportCallback, "after_report", lambda self, context, metrics, checkpoint: forwarded.append(metrics[0])
     )
     callback = ray_tune.reports_to_tune()
-    lines = ray_tune.progress("accuracy")
+    lines = ray_tune.gives_back("accuracy")
     trial = SimpleNamespace(trial_id="a", config={"lr": 0.1})
     for step, tested in [(10, None), (20, None), (45, 45), (50, 45), (45, 45), (90, 90), (90, 90), (60, 45), (95, 95)]:
         known = {} if tested is None else {"test_step": tested, "accuracy": tested / 100}

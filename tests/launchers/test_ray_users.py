@@ -28,8 +28,9 @@ def test_a_trainer_of_ones_own_has_torchruns_losses_and_resumes(train: Train, tm
     given = {"device": "cpu", "threads": 1, "batch_size": 16, "model_size": "tiny", "epochs": 50, "checkpoint_every": 1}
     for steps in (6, 8):  # the second one goes on, where the first checkpoints are removed
         text = source.replace('"/shared/runs"', repr(str(tmp_path)))
+        text = text.replace('"max_steps": 200', f'"max_steps": {steps}, **GIVEN')
         names: dict[str, Any] = {"GIVEN": given}
-        exec(text.replace('"max_steps": 200', f'"max_steps": {steps}, **GIVEN'), names)
+        exec(text, names)
         assert len(losses_in(tmp_path / "mine")) == steps
         assert names["result"].metrics["step"] == steps
         assert names["result"].checkpoint.path.endswith(f"step-{steps:08d}")
@@ -69,6 +70,22 @@ def test_a_tuner_of_ones_own_chooses_by_the_loss(tmp_path: Path) -> None:
         assert one.metrics["loss"] == sum(epoch) / 23
         assert list(one.metrics_dataframe["epochs"]) == [0, 0, 1, 1, 1, 2, 2, 2]
         assert list(one.metrics_dataframe["step"]) == [10, 20, 23, 30, 40, 46, 46, 46]
+
+
+@pytest.mark.slow
+def test_a_tuner_with_a_scheduler_goes_on_behind_a_trial_that_it_stops(tmp_path: Path) -> None:
+    """Each trial needs the CPUs of the one before it, which had its processes killed."""
+    names: dict[str, Any] = {"runs": tmp_path, "SMALL": {"threads": 1, "batch_size": 64, "model_size": "tiny"}}
+    exec(BLOCKS[0].partition("\nruns, name")[0], names)
+    text = (
+        BLOCKS[1]
+        .replace("**sampled}", "**sampled, **SMALL, 'epochs': 4}")
+        .replace("[1e-3, 1e-6]", "[1e-3, 1e-6, 1e-7]")
+    )
+    asha = "tune.schedulers.ASHAScheduler(time_attr='epochs', max_t=4, grace_period=1, reduction_factor=2)"
+    exec(text.replace("max_concurrent_trials=1", f"max_concurrent_trials=1, scheduler={asha}"), names)
+    epochs = sorted(one.metrics["epochs"] for one in names["results"])
+    assert (epochs[0], epochs[-1]) == (1, 4)
 
 
 RECORD = """
