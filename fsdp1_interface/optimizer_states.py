@@ -51,7 +51,8 @@ def optim_state_dict_to_load(
     FullOptimStateDictConfig with `rank0_only` it is what rank 0 has, whatever the others are given. Collective.
 
     Raises:
-        ValueError: it has no state for a parameter, or state for one that the model doesn't have.
+        ValueError: it has no state for a parameter, or state for one that the model doesn't have, or moments of which
+            one lies over another.
         Unsupported: `is_named_optimizer`, or a `group` other than the ranks that shard the model.
     """
     if is_named_optimizer:
@@ -75,9 +76,9 @@ def optim_state_dict_to_load(
                 raise ValueError(f"optimizer state: it has nothing for {name}; is it of another model?")
             of_group = saved.pop(name)
             if name in optim_state_dict["state"]:
-                state[number] = {
-                    key: _shard(value, parameter) for key, value in optim_state_dict["state"][name].items()
-                }
+                mine = optim_state_dict["state"][name]
+                _require_apart(name, mine)
+                state[number] = {key: _shard(value, parameter) for key, value in mine.items()}
             numbers.append(number)
             number += 1
         groups.append({**{key: value for key, value in of_group.items() if key != "params"}, "params": numbers})
@@ -87,6 +88,17 @@ def optim_state_dict_to_load(
     if load_directly:
         optim.load_state_dict(loadable)
     return loadable
+
+
+def _require_apart(name: str, values: Mapping[str, Any]) -> None:
+    """Raise ValueError if moments share their memory, as FSDP1 saves them on a CPU with use_orig_params=True."""
+    places = dict[int, str]()
+    for key, value in values.items():
+        if type(value) is Tensor and value.numel() > 1 and (other := places.setdefault(value.data_ptr(), key)) != key:
+            raise ValueError(
+                f"optimizer state: {other} and {key} of {name} are the same memory: FSDP1 on a CPU overwrote one "
+                "with the other when it saved; save again by FSDP1 with offload_to_cpu=False, or load the weights alone"
+            )
 
 
 def full_optim_state_dict(

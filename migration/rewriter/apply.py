@@ -47,7 +47,7 @@ def _summary(result: Result, left: int, written: bool) -> None:
         return
     done = f"{count} file{'s' if count != 1 else ''} {'rewritten' if written else 'would change'}"
     decide = (
-        f"{left} place{'s' if left != 1 else ''} to decide, in code marked # fsdp2:"
+        f"{left} place{'s' if left != 1 else ''} to decide, named above, and in code marked # fsdp2:"
         if left
         else "nothing left to decide"
     )

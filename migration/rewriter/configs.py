@@ -65,6 +65,7 @@ class Config:
     version: int = 1
     head: Place | None = None
     path: tuple[str, ...] = ()  # of keys, to the mapping of FSDP's
+    words: Place | None = None  # of transformers' `fsdp` beside it, which FSDP2 has no meaning for
 
     @property
     def fsdp2(self) -> bool:
@@ -76,7 +77,9 @@ class Config:
             return []
         if self.kind not in MOVABLE:
             return [self._found(self.head, "FY06" if self.kind == "composer" else "FY07", MARKED)]
-        found = []
+        found = [self._found(self.words, "FC39", MARKED)] if self.words else []
+        if self.words is self.head:  # whose fsdp_config is another file, or none
+            return found
         for place in self.places:
             key = _bare(place.key)
             if key in STRATEGY and not isinstance(place.value, bool):
@@ -268,7 +271,12 @@ def _kind(source: Source, data: Mapping[str, Any], path: tuple[str, ...] = ()) -
         if not ours and not told and not any(key in held for key in COMPOSER):
             return None
         kind = "transformers" if told else "accelerate" if ours else "composer"
-        return _config(source, kind, held, _place(source, data, "fsdp_config"), (*path, "fsdp_config"))
+        made = _config(source, kind, held, _place(source, data, "fsdp_config"), (*path, "fsdp_config"))
+        lost = kind == "transformers" and re.search(r"hybrid_shard|no_shard", str(told))
+        return replace(made, words=_place(source, data, "fsdp")) if lost else made
+    if isinstance(data.get("fsdp"), str) and SHARDS.fullmatch(data["fsdp"]):
+        words = _place(source, data, "fsdp")
+        return Config(source, "transformers", head=words, words=words)
     found = _lightning(source, data, path[-1] if path else "")
     if found is not None:
         return found

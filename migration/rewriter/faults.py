@@ -35,7 +35,10 @@ MOMENTS = (
     "a full state of the optimizer that FSDP1 gathers on a CPU, with use_orig_params=True, has one tensor for both "
     "moments, unless offload_to_cpu=False: what resumes from it goes on wrongly"
 )
-EVALUATED = "the outermost unit of a model that is only evaluated, as an average is, computes with its first values"
+EVALUATED = (
+    "the outermost unit of a model whose values are changed by hand between evaluations, as those of an average, "
+    "computes with its earlier values, and its checkpoints have them"
+)
 ONLY_EVALUATED = re.compile(r"\.eval\(\)|requires_grad_\(False\)")
 
 

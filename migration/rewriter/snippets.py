@@ -29,8 +29,11 @@ def local_shard(tensor: Any) -> Any:
 
 def own_steps(state: Any) -> Any:
     """The state of an optimizer with a step for each parameter: FSDP1 saved one for several, which counts for all."""
-    for values in state["state"].values():
+    for name, values in state["state"].items():
         values.update({key: one.clone() for key, one in values.items() if torch.is_tensor(one) and not one.dim()})
+        places = [one.data_ptr() for one in values.values() if torch.is_tensor(one) and one.numel() > 1]
+        if len({*places}) < len(places):
+            raise ValueError(f"{name}: one of its moments lies over another, as FSDP1 saves them on a CPU")
     return state
 
 

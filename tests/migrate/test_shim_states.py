@@ -212,7 +212,10 @@ def optimizer_of_another_model() -> list[str]:
     smaller["param_groups"][0]["params"].remove("last.bias")
     larger = copy.deepcopy(state)
     larger["param_groups"][0]["params"].append("extra")
-    for wrong in (smaller, larger):
+    alike = copy.deepcopy(state)
+    values = alike["state"]["last.bias"]
+    values["exp_avg"] = values["exp_avg_sq"] = torch.ones(2)
+    for wrong in (smaller, larger, alike):
         try:
             cls.optim_state_dict_to_load(model, optimizer, wrong)
         except ValueError as error:
@@ -243,7 +246,8 @@ def test_a_group_that_does_not_shard_the_model_is_refused(ranks: Ranks) -> None:
 
 
 def test_state_of_another_model_is_refused(ranks: Ranks) -> None:
-    for small, large, shape in ranks.run(optimizer_of_another_model):
+    for small, large, memory, shape in ranks.run(optimizer_of_another_model):
+        assert "exp_avg and exp_avg_sq of last.bias are the same memory" in memory
         assert "it has nothing for last.bias" in small
         assert "the model has no extra" in large
         assert "size mismatch for first.weight" in shape

@@ -98,6 +98,10 @@ def test_a_strategy_that_is_no_resharding_policy_is_not_made_one(
         ("lightning.yaml", "trainer:\n  strategy: fsdp\n", "FY07"),
         ("class.yml", "trainer:\n  strategy:\n    class_path: lightning.pytorch.strategies.FSDPStrategy\n", "FY07"),
         ("hybrid.json", '{"fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD"}}', "FY09"),
+        ("trainers.yaml", "output_dir: x\nfsdp: full_shard auto_wrap\n", "FC39"),
+        ("args.json", '{"fsdp": "full_shard auto_wrap", "fsdp_config": "fsdp_config.json"}', "FC39"),
+        ("nested.json", '{"fsdp": "hybrid_shard auto_wrap", "fsdp_config": {"use_orig_params": true}}', "FC39"),
+        ("nested.yaml", "fsdp: no_shard\nfsdp_config:\n  use_orig_params: true\n", "FC39"),
     ],
 )  # fmt: skip
 def test_others_are_found_and_left(tmp_path: Path, name: str, text: str, code: str) -> None:
@@ -117,7 +121,6 @@ def test_others_are_found_and_left(tmp_path: Path, name: str, text: str, code: s
             "list.yaml",
             "a:\n  - distributed_type: FSDP\n    fsdp_config:\n      fsdp_sharding_strategy: FULL_SHARD\n",
         ),
-        ("trainers.yaml", "output_dir: x\nfsdp: full_shard auto_wrap\n"),
         ("fsdp_config.json", '{"_comment": "ours", "use_orig_params": true}'),
     ],
 )

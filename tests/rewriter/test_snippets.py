@@ -112,3 +112,13 @@ def test_each_function_is_in_a_pair() -> None:
     folder = Path(__file__).parent
     written = "".join(path.read_text() for path in sorted(folder.glob("*/*/out.py")))
     assert [name for name, text in HELPERS.items() if text not in written] == []
+
+
+def test_moments_of_one_memory_are_refused() -> None:
+    """As FSDP1 saves them on a CPU."""
+    step, moment = torch.tensor(3.0), torch.ones(2)
+    apart = {"state": {n: {"step": step, "exp_avg": moment, "exp_avg_sq": moment.clone()} for n in "ab"}}
+    steps = [values["step"] for values in snippets.own_steps(apart)["state"].values()]
+    assert steps[0].data_ptr() != steps[1].data_ptr()
+    with pytest.raises(ValueError, match="a: one of its moments lies over another"):
+        snippets.own_steps({"state": {"a": {"step": step, "exp_avg": moment, "exp_avg_sq": moment}}})

@@ -16,8 +16,11 @@ from torch.distributed.fsdp import fully_shard
 
 def own_steps(state):
     """The state of an optimizer with a step for each parameter: FSDP1 saved one for several, which counts for all."""
-    for values in state["state"].values():
+    for name, values in state["state"].items():
         values.update({key: one.clone() for key, one in values.items() if torch.is_tensor(one) and not one.dim()})
+        places = [one.data_ptr() for one in values.values() if torch.is_tensor(one) and one.numel() > 1]
+        if len({*places}) < len(places):
+            raise ValueError(f"{name}: one of its moments lies over another, as FSDP1 saves them on a CPU")
     return state
 
 
