@@ -6,14 +6,13 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from fsdp2.config import parse
+from fsdp2.config import Config, parse
 from fsdp2.options.errors import ConfigError
 from fsdp2.parallel.optimizer import make_optimizer
 from fsdp2.train import main
@@ -30,8 +29,10 @@ FEW = {"bf16": "--optimizer-state=bf16 --betas=0.9,0.95", "8bit": "--optimizer-s
 
 
 def options(**values: Any) -> Any:
-    usual = {"optimizer": "adamw", "lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": None, "fused_optimizer": None}
-    return SimpleNamespace(**{**usual, "optimizer_state": None, "compile": False, **values})
+    made = Config(model="llama", dataset="random-tokens", optimizer="adamw", lr=1e-3, betas=(0.9, 0.95))
+    for name, value in values.items():
+        object.__setattr__(made, name, value)  # what a run refuses, too
+    return made
 
 
 def updated(moments: str | None, gradients: list[torch.Tensor], **values: Any) -> tuple[nn.Parameter, Any]:

@@ -19,7 +19,10 @@ from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.state import RandomState
 from fsdp2.checkpoint.store import MARKER, Store
 from fsdp2.config import Config, parse
+from fsdp2.options.errors import ConfigError
+from fsdp2.options.parser import to_flags
 from fsdp2.run import resuming
+from fsdp2.run.directory.marker import shapes_of
 from tests.harness import SMALL, Ranks, full_files, losses, main_in_ranks, of_kind, same
 
 Events = list[tuple[str, dict[str, Any]]]
@@ -103,6 +106,16 @@ def test_each_flag_is_kept_told_or_may_change() -> None:
     told = {*resuming.KEPT, *resuming._COMPUTES}
     assert free & told == set()
     assert {one.name.replace("_", "-") for one in dataclasses.fields(Config)} == free | told
+
+
+def test_a_checkpoint_of_before_a_flag_has_its_default() -> None:
+    now = parse(["--schedule=cosine", "--lr-floor=0.5"])
+    model, checkpoint = now.spec.on_meta(now.model_size), LocalFiles("a checkpoint")
+    flags = {flag: value for flag, value in to_flags(now).items() if flag != "lr-floor"}
+    marker = {"model": shapes_of(model), "config": flags}
+    resuming.check_checkpoint(parse(["--schedule=cosine"]), model, checkpoint, marker)
+    with pytest.raises(ConfigError, match=r"--lr-floor 0\.5: the checkpoint to resume from was made with 0\.0; "):
+        resuming.check_checkpoint(now, model, checkpoint, marker)
 
 
 def test_resuming_over_the_end_of_an_epoch(train: Train, tmp_path: Path) -> None:

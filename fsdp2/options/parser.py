@@ -42,6 +42,9 @@ class Parser(argparse.ArgumentParser):
         if extra:
             known = [name for action in self._actions for name in action.option_strings]
             flags = [word for word in extra if word.startswith("--")] or extra[:1]
+            if not flags[0].startswith("-"):
+                fix = instead(flags[0], known, "a flag has one value, and several go by commas: --betas 0.9,0.95")
+                self.error(f"{shown(flags[0])}: belongs to no flag; {fix}")
             self.error("; ".join(f"{shown(one)}: no such flag; {instead(one, known)}" for one in flags))
         return values, extra
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -151,13 +152,15 @@ def check_checkpoint(config: Config, model: nn.Module, checkpoint: Files, marker
     if marker.get("imported"):
         return  # by a program that had no flags of ours
     theirs, flags = marker.get("config", {}), to_flags(config)
+    # A run of an earlier version lacks newer flags, and did what their defaults mean.
+    usual = {one.name.replace("_", "-"): one.default for one in fields(config) if one.default not in (None, ())}
     for flag, why in KEPT.items():
         kinds = {f"{str(one.get(flag)).partition(':')[0]}:" for one in (theirs, flags)}
         if flag == "dataset" and len(kinds) == 1 and kinds <= {*OWN}:
             continue  # wherever it lies now: its content is compared once it is read
-        if flag in theirs and theirs[flag] != flags[flag]:
+        if (was := theirs.get(flag, usual.get(flag, flags[flag]))) != flags[flag]:
             raise ConfigError(
-                f"--{flag} {flags[flag]}: the checkpoint to resume from was made with {theirs[flag]}; {why}. Use that"
+                f"--{flag} {flags[flag]}: the checkpoint to resume from was made with {was}; {why}. Use that"
                 f"{has_all}, or start a new --run-dir, with --init-from for the weights alone"
             )
     if (theirs.get("mixed-precision") == "fp16") != (config.mixed_precision == "fp16"):

@@ -208,13 +208,10 @@ def optimizer_of_another_model() -> list[str]:
     model, optimizer = trained(shim())
     state = cls.optim_state_dict(model, optimizer)
     messages = []
-    smaller = copy.deepcopy(state)
+    smaller, larger, alike = (copy.deepcopy(state) for _ in range(3))
     smaller["param_groups"][0]["params"].remove("last.bias")
-    larger = copy.deepcopy(state)
     larger["param_groups"][0]["params"].append("extra")
-    alike = copy.deepcopy(state)
-    values = alike["state"]["last.bias"]
-    values["exp_avg"] = values["exp_avg_sq"] = torch.ones(2)
+    alike["state"]["last.bias"].update(dict.fromkeys(("exp_avg", "exp_avg_sq"), torch.ones(2)))
     for wrong in (smaller, larger, alike):
         try:
             cls.optim_state_dict_to_load(model, optimizer, wrong)
