@@ -32,6 +32,7 @@ from fsdp2_extra.text.messages import (
     Contents,
     conversation,
     encoded_twice,
+    ignored,
     learned_answers,
     left_out,
     with_objects,
@@ -93,6 +94,7 @@ class Chat:
         self._contents = Contents()
         self._form: str | None = None
         self._printed: set[int] = set()  # hashes of lists of tools, each of which is
+        self.beside: set[str] = set()  # what is left out of messages
 
     def source(self) -> str | None:
         """The form of the conversations that it has encoded."""
@@ -105,13 +107,7 @@ class Chat:
             messages, tools = conversation(row, self._form, self._fields)
             text, spans = self._rendered(messages, tools, row.where)
             self._require_shown(messages, tools, text, row.where)
-            if not all(learned := learned_answers(messages)):
-                if len(spans) != len(learned):
-                    raise UnusableText(
-                        f"{row.where}: the chat template marks {len(spans)} texts of {len(learned)} answers, so the "
-                        "place of those that aren't learned isn't known; mark each answer once"
-                    )
-                spans = list(compress(spans, learned))
+            self.beside |= {f"{key} of messages" for message in messages for key in ignored(message)}
             yield self._tokens(text, spans, row.where)
 
     def _tokens(self, text: str, spans: Sequence[Span], where: str) -> tuple[numpy.ndarray, numpy.ndarray]:
@@ -123,7 +119,8 @@ class Chat:
             if whole[: len(part)] != part:
                 raise UnusableText(
                     f"{where}: one token spans an answer and the text beside it, in "
-                    f"{text[max(0, end - 12) : end + 12]!r}; the chat template must separate them with a special token"
+                    f"{text[max(0, end - 12) : end + 12]!r}; let the chat template begin an answer behind a line end "
+                    "or a special token, with its first space in it"
                 )
         count = dict(zip(ends, map(len, parts[1:]), strict=True))
         for begin, end in spans:
@@ -201,9 +198,12 @@ class Chat:
             text = render(messages, template)
             if not learned:
                 return text, []
-            if marking is not None:
-                return text, _by_marks(text, render(messages, marking), where)
-            return text, _by_prefixes(text, messages, partial(render, template=template), where)
+            some = learned_answers(messages)
+            marked = None if marking is None else _by_marks(text, render(messages, marking), where)
+            if marked is not None and all(some):
+                return text, marked
+            answers = _by_prefixes(text, messages, partial(render, template=template), where)
+            return text, list(compress(answers, some)) if marked is None else _within(marked, answers, some, where)
         except UnusableText:
             raise
         except Exception as error:  # of the template, which is a program of its own
@@ -279,6 +279,17 @@ def _by_prefixes(text: str, messages: list[Any], render: Callable[..., str], whe
             )
         spans.append((begin, begin + len(turn)))
     return spans
+
+
+def _within(marked: list[Span], answers: list[Span], some: list[bool], where: str) -> list[Span]:
+    """The marked texts that are parts of some of the answers: a template may mark several in one, or none."""
+    inside = [[begin <= one and other <= end for begin, end in answers] for one, other in marked]
+    if not all(map(any, inside)):
+        raise UnusableText(
+            f"{where}: has answers that aren't to be learned, and the chat template marks text that lies in no answer; "
+            "drop their weight, or mark each answer where it is printed"
+        )
+    return [span for span, places in zip(marked, inside, strict=True) if any(compress(some, places))]
 
 
 def _by_marks(text: str, marked: str, where: str) -> list[Span]:

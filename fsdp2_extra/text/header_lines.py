@@ -33,7 +33,9 @@ def lines(dataset: Dataset) -> list[str]:
         found.append(f"evaluation: {len(dataset.test):,} sequences of {source}")
         for one in [part for _, part, _ in test.about.get("mixed", [])] or [test]:  # each once, whatever the shares
             found += [f"  {line}" for line in _training(one, each)]
-    return found
+    first = {line.strip(): at for at, line in reversed([*enumerate(found)])}
+    # Of several sources with one tokenizer the first has its warning.
+    return [one for at, one in enumerate(found) if first[one.strip()] == at or not one.lstrip().startswith("warning: ")]
 
 
 def _training(dataset: Dataset, each: int | None) -> list[str]:

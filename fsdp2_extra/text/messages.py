@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -49,6 +49,8 @@ def conversation(row: Row, form: str, fields: Fields) -> tuple[list[Any], list[A
         flag = "system-role" if ours == "system" else ours
         if ours != role and flag in OF_ROLE:
             raise UnusableText(f"{where} has the role {role}, which is {ours} here; add --chat-fields {flag}={role}")
+        if role != "assistant" and (key := next((key for key in LEARNED if message.get(key)), None)):
+            raise UnusableText(f"{where} ({role}) has {key}, and answers alone are learned; drop it")
         require_usual(message, LEARNED, where, off=(0,))
         # Tables have each column in each row. Transformers leaves these out too.
         message = {key: value for key, value in message.items() if value is not None}
@@ -83,6 +85,11 @@ def require_usual(table: dict[str, Any], keys: Collection[str], where: str, off:
                 f"{where} has {key}, by which others learn less of it, or to another prompt; here answers are learned "
                 f"whole{' or not at all (0)' if off else ''}, to messages and tools alone; drop it"
             )
+
+
+def ignored(message: Mapping[str, Any]) -> list[str]:
+    """The keys that nothing reads, and that say no: one that is no text can't be looked for in what is printed."""
+    return [key for key, value in message.items() if key not in PLAIN and value in (0,) and value is not None]
 
 
 def learned_answers(messages: list[Any]) -> list[bool]:
@@ -169,15 +176,16 @@ def left_out(messages: list[Any], text: str, render: Callable[[list[Any]], str])
             continue
         pieces = [piece for part in PIECES.split(whole) if (piece := part.strip())] or [whole]
         missing = [] if _there(whole, text) else [piece for piece in pieces if not _there(piece, text)]
-        tried = [pieces]
-        if 0 < len(missing) < len(pieces):
+        tried = [dict.fromkeys(pieces, "")] if len(missing) in (0, len(pieces)) else []
+        if missing:
             last = render(messages[: at + 1])
-            missing = [piece for piece in missing if not _there(piece, last)]
-            tried = [missing, *([piece] for piece in missing[:MOST_PIECES])] if missing else []
+            missing = [piece for piece in missing if not _there(piece, last)][:MOST_PIECES]
+            tried += [dict.fromkeys(missing, "")] if missing and not tried else []
+            tried += [{piece: other} for piece in missing for other in ("", *_with_other_ends(piece))]
         for some in tried:
-            changed = {**message, "content": _without(message["content"], some)}
+            changed = {**message, "content": _replaced(message["content"], some)}
             if render([*messages[:at], changed, *messages[at + 1 :]]) == text:
-                return at, "content" if some is pieces else repr(some[0])
+                return at, "content" if len(some) == len(pieces) and not any(some.values()) else repr(next(iter(some)))
     return None
 
 
@@ -186,10 +194,18 @@ def _there(piece: str, text: str) -> bool:
     return piece in text or any(json.dumps(piece, ensure_ascii=ascii)[1:-1] in text for ascii in (False, True))
 
 
-def _without(content: Any, pieces: list[str]) -> Any:
+def _with_other_ends(piece: str) -> tuple[str, str]:
+    """A piece with another first word, and with another last one, each as long: a template that cuts shows neither."""
+    first, last = (len(piece.split()[at]) for at in (0, -1))
+    other = "x" if "x" not in piece else "\xd7"
+    return other * first + piece[first:], piece[: len(piece) - last] + other * last
+
+
+def _replaced(content: Any, pieces: Mapping[str, str]) -> Any:
     if isinstance(content, list):
-        return [{**part, "text": _without(part["text"], pieces)} for part in content]
-    return re.sub("|".join(map(re.escape, sorted(pieces, key=len, reverse=True))), "", content)
+        return [{**part, "text": _replaced(part["text"], pieces)} for part in content]
+    any_of = "|".join(map(re.escape, sorted(pieces, key=len, reverse=True)))
+    return re.sub(any_of, lambda found: pieces[found[0]], content)
 
 
 class Contents:

@@ -22,7 +22,7 @@ from fsdp2.units import printable
 from fsdp2_extra.text.chat import has_template, open_chat
 from fsdp2_extra.text.forms import Fields, messages_of, one_form, read_of, renamed, unread
 from fsdp2_extra.text.header_lines import other_reader, span
-from fsdp2_extra.text.messages import require_usual
+from fsdp2_extra.text.messages import learned_answers, require_usual
 from fsdp2_extra.text.places import PUBLISHED, published
 from fsdp2_extra.text.prepared import NAMED, Encoder, places
 from fsdp2_extra.text.reading import rows_of
@@ -123,8 +123,8 @@ def load(
     how = " and ".join(f"{count:,} {way}" for way, count in ways.items() if count)
     about = f"{len(kept):,} of {span(min(sizes), max(sizes))} tokens{' each' * (min(sizes) == max(sizes))}, {how}"
     about += f"; left out by --bad-samples drop: {bad}" if bad else ""
-    unread = printable(", ".join(sorted(encode.found - read_of("pairs", encode.fields)))[:MOST_UNREAD])
-    about += f"; dropped: {unread}" if unread else ""
+    dropped = printable(", ".join(sorted(encode.found - read_of("pairs", encode.fields)))[:MOST_UNREAD])
+    about += f"; dropped: {dropped}" if dropped else ""
     other = encode.texts.unlike([tokens[:LOOKED_AT] for pair in kept[:LOOKED_AT] for tokens, _ in pair])
     return Pairs(kept, "; ".join([about, *other_reader({**encode.texts.about, "unlike": other})]))
 
@@ -155,9 +155,12 @@ class _Encode:
             )
             raise UnusableText(f"{row.where}: the model has no chat template to print it with; {fix}")
         self._chat = self._chat or open_chat(self._folder)
-        talks = [{"messages": one, "tools": line.get("tools")} for one in self._messages(line, row.where, texts=texts)]
+        both = self._messages(line, row.where, texts=texts)
+        talks = [{"messages": one, "tools": line.get("tools")} for one in both]
         where = [f"{row.where}, {answer}" for answer in ANSWERS]
-        encoded = self._chat.encode([Row(talk, at, row.size) for talk, at in zip(talks, where, strict=True)])
+        encoded = [*self._chat.encode([Row(talk, at, row.size) for talk, at in zip(talks, where, strict=True)])]
+        if not all(map(all, map(learned_answers, both))):
+            raise UnusableText(f"{row.where}: has an answer of weight 0, and of pairs those that differ count; drop it")
         return _apart([(tokens, numpy.asarray(learn, dtype=bool)) for tokens, learn in encoded])
 
     def _of_texts(self, line: dict[str, Any], where: str) -> list[Encoded]:

@@ -27,7 +27,7 @@ from fsdp2_extra.text.rows import Row
 from fsdp2_extra.text.tokenizer import Tokenizer
 from fsdp2_extra.text.windows import Conversations, Documents
 
-FORMAT = 15
+FORMAT = 16
 META = "meta.json"
 SPLITS = ("train", "test")
 NAMED = 10  # conversations that a refusal names
@@ -51,6 +51,7 @@ class Encoder(Protocol):
         begin, end: the tokens that it puts before a document, and the one that ends a text.
         field: of a line or row, the one that holds the text; of `chat` how those of conversations are called.
         suffixes: of the files that it reads.
+        beside: of `chat`, what it has left out of messages.
         about: see `Tokenizer`; of `chat` also the file of its `template`.
     """
 
@@ -62,6 +63,7 @@ class Encoder(Protocol):
     about: dict[str, Any]
     field: str | Fields
     suffixes: tuple[str, ...]
+    beside: set[str]
 
     @property
     def tokenizer(self) -> Tokenizer:

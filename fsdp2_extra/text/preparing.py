@@ -163,7 +163,7 @@ def _make(files: Sequence[File], work: Path, source: str, encoder: Encoder, say:
         "tokens": output.tokens,
         "characters": output.characters,
         "empty": output.empty,
-        "beside": ", ".join(sorted(output.beside - read))[:MOST],
+        "beside": ", ".join(sorted((output.beside - read) | encoder.beside))[:MOST],
         "turns": output.turns,
         "longest": sorted(output.longest, reverse=True),
         "unlearned": output.unlearned,

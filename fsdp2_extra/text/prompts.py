@@ -10,7 +10,7 @@ import numpy
 from fsdp2.data import OWN
 from fsdp2.data.errors import UnusableText
 from fsdp2.options.errors import ConfigError
-from fsdp2_extra.text.chat import Chat, open_chat
+from fsdp2_extra.text.chat import Chat, has_template, open_chat
 from fsdp2_extra.text.ends_of_turns import NONE, Turns
 from fsdp2_extra.text.places import sources
 from fsdp2_extra.text.rows import Row
@@ -18,6 +18,7 @@ from fsdp2_extra.text.tokenizer import Tokenizer, document
 from fsdp2_extra.text.tokenizer_file import open_tokenizer
 
 BY_TEMPLATE = "prompt: a user's message, by the chat template; --prompt-as text takes it as it is"
+AS_IT_IS = "prompt: a text that goes on; --prompt-as chat makes it a user's message, by the chat template"
 
 
 class Asked(NamedTuple):
@@ -78,7 +79,8 @@ def asked_of(words: str, dataset: str, tokenizer: str, bos: str, as_: str | None
     tokens = document(tokens, plain.begin, plain.end, ends=False)
     if len(tokens) == 0:
         raise ConfigError("--prompt: holds no token; give some text")
-    return Asked(words, tokens, frozenset({plain.end}), plain)
+    said = as_ is None and tokenizer != "bytes" and has_template(tokenizer)
+    return Asked(f"{AS_IT_IS}\n{words}" if said else words, tokens, frozenset({plain.end}), plain)
 
 
 def ends_of_an_answer(tokenizer: str) -> dict[int, str]:

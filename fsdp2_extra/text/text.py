@@ -36,6 +36,7 @@ class Text:
 
     def __init__(self, tokenizer: Tokenizer, field: str = "text") -> None:
         self.field: str | Fields = field
+        self.beside: set[str] = set()
         self.tokenizer = tokenizer
         self.size, self.identity, self.about = tokenizer.size, tokenizer.identity, tokenizer.about
         self.begin, self.end = tokenizer.begin, tokenizer.end

@@ -14,6 +14,11 @@ from fsdp2_tools.plan.execute import Runs, run
 from fsdp2_tools.plan.memory import Memory, memory_of
 from fsdp2_tools.plan.steptime import StepTime, step_time
 
+# What a checkpoint's files have beside values: torch puts about 1,580 bytes around each shard of a tensor, and some 400
+# into .metadata; a parameter has itself, up to three tensors of an optimizer and an average. The rest of a rank: its
+# generators, and the marker.
+FRAME, TENSORS_OF_EACH, REST = 2048, 5, 1 << 16
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -34,6 +39,7 @@ class Plan:
     last: Memory
     extra: tuple[Term, ...]
     budget: int | None
+    tensors_of_model: int
     time: StepTime | None = None
     runs: Runs | None = dataclasses.field(default=None, repr=False)
 
@@ -51,9 +57,10 @@ class Plan:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Of the files of all shards, at most: the last ranks' are smaller."""
-        memory = self.memory
-        return (memory.model_bytes + memory.optimizer_bytes + memory.average_bytes) * self.ranks // self.config.replicas
+        """Of the files, at most: the last ranks' shards are smaller, and not each parameter has that many tensors."""
+        memory, shards = self.memory, self.ranks // self.config.replicas
+        values = (memory.model_bytes + memory.optimizer_bytes + memory.average_bytes) * shards
+        return values + self.tensors_of_model * TENSORS_OF_EACH * shards * FRAME + REST * self.ranks
 
 
 def plan(
@@ -66,7 +73,7 @@ def plan(
         keep: what was executed, for other rates.
     """
     check_world(config, World(0, ranks, 0, ranks))
-    check_model(config)
+    model = check_model(config)
     on_gpu = gpu is not None and not gpu.on_cpu
     if on_gpu and config.fused_optimizer is None and not config.cpu_offload:
         config = dataclasses.replace(config, fused_optimizer=config.optimizer in FUSED)  # what a GPU would take
@@ -77,4 +84,5 @@ def plan(
     extra = terms(there[0], fullest) if on_gpu else [beside_on_cpu(fullest)]
     time = None if gpu is None or gpu.speed is None else step_time(config, ranks, there[0], gpu.speed)
     runs = there[0] if keep else None
-    return Plan(config, ranks, fullest, (others or [first])[-1], tuple(extra), budget, time, runs)
+    tensors = len([*model.parameters(), *model.buffers()])
+    return Plan(config, ranks, fullest, (others or [first])[-1], tuple(extra), budget, tensors, time, runs)

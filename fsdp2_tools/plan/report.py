@@ -65,7 +65,8 @@ def _verdict(plan: Plan) -> list[str]:
     found = [f"the peak is in {where(memory.peak)}; most tensors in each part: {parts}"]
     if plan.last is not memory:
         found[0] += f"; the last rank takes {size(plan.last.peak.bytes)}"
-    disk = f"disk: at most {size(plan.checkpoint_bytes)} a checkpoint × {config.keep}"
+    more = f", and each that --keep-every {config.keep_every} keeps" if config.keep_every else ""
+    disk = f"disk: at most {size(plan.checkpoint_bytes)} a checkpoint × {config.keep}{more}"
     if not config.saves:
         disk = "disk: no checkpoint, as --checkpoint-every never asks"
     host = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from fsdp2.run import initial_weights
 from fsdp2.run.process import runtime
 from fsdp2_extra.allocations.ledger import Ledger
 from fsdp2_extra.allocations.timeline import Timeline, load
+from fsdp2_tools.plan.plans import plan
 from fsdp2_tools.plan.saving import CHECKPOINT, FULL_MODEL, RESTORING, STARTING
-from tests.harness import Ranks
+from tests.harness import Ranks, small
 from tests.plan.taken import planned, run_settled, taken
 
 LLAMA = "--model=llama --model-size=debug --batch-size=3 --seq-len=96 --dataset=random-tokens --test-batch-size=4"
@@ -131,3 +133,17 @@ def test_starting_from_weights_takes_what_is_planned(ranks: Ranks, tmp_path: Pat
         file = file.rename(tmp_path / name)
         line = f"{LLAMA} --dcp-api --init-from={file}"
         assert planned(line).parts[STARTING].bytes == pytest.approx(ranks.run(_started, line)[0], rel=0.005), name
+
+
+@pytest.mark.parametrize(
+    ("flags", "count"),
+    [("", 2), ("--model=llama --model-size=debug --dataset=random-tokens --seq-len=16 --ema=0.9", 2), ("", 1)],
+)
+def test_the_files_of_a_checkpoint_take_at_most_what_is_planned(
+    train: Callable[..., Any], tmp_path: Path, flags: str, count: int
+) -> None:
+    train(*flags.split(), n=count, steps=1)
+    (folder,) = (tmp_path / "run" / "checkpoints").glob("step-*")
+    there = sum(file.stat().st_size for file in folder.iterdir())
+    planned = plan(parse(small(tmp_path / "run", *flags.split())), count, None, None)
+    assert there <= planned.checkpoint_bytes
