@@ -276,6 +276,7 @@ class Config:
     )
     keep: int = option(KEEP, "number of newest checkpoints to keep; older ones are deleted", whole(1))
     keep_every: int | None = option(None, "also keep each checkpoint whose step is a multiple of N", whole(1))
+    keep_best: bool = option(False, "also keep the checkpoint with the lowest loss in an evaluation", switch)
     async_checkpoint: Literal["wait", "skip"] | None = option(
         None,
         "write checkpoints in the background; bare = while one is written the next waits; skip = it is skipped",

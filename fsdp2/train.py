@@ -101,7 +101,7 @@ def main(
         def test() -> float:
             with watch.phase("evaluation"), engine.evaluating():
                 result = evaluate(engine.forward, dataset.test, config, world, device)
-            reports.emit("eval", {**at(), **result})
+            checkpoints.evaluated({**at(), **result})
             return result["accuracy"]
 
         with job.hold.starting():

@@ -102,7 +102,14 @@ def test_weights_that_the_last_update_breaks_end_it_all_the_same(ranks: Ranks, t
 
 @pytest.mark.parametrize(
     "flag",
-    ["--async-checkpoint", "--memory-checkpoint", "--keep=5", "--keep-every=9", "--on-checkpoint-failure=continue"],
+    [
+        "--async-checkpoint",
+        "--memory-checkpoint",
+        "--keep=5",
+        "--keep-every=9",
+        "--keep-best",
+        "--on-checkpoint-failure=continue",
+    ],
 )
 def test_flags_about_checkpoints_are_refused_with_it(flag: str) -> None:
     with pytest.raises(

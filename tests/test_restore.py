@@ -260,6 +260,16 @@ def test_keep_every_keeps_the_multiples_too(train: Train, tmp_path: Path) -> Non
     assert Store(LocalFiles(tmp_path / "run" / "checkpoints")).committed() == [3, 6, 7, 8]
 
 
+@pytest.mark.parametrize("how", ["", "--async-checkpoint"])
+def test_keep_best_keeps_that_of_the_lowest_loss(train: Train, tmp_path: Path, how: str) -> None:
+    flags = ["--checkpoint-every=1", "--eval-every=1", "--keep=1", "--keep-best", "--lr=0.3", *how.split()]
+    losses = {one["step"]: one["loss"] for one in of_kind(train(*flags, steps=4), "eval")}
+    losses |= {one["step"]: one["loss"] for one in of_kind(train(*flags, steps=6), "eval")}
+    best = min(losses, key=lambda step: losses[step])
+    assert best < 6, "the rate is too low for this test"
+    assert Store(LocalFiles(tmp_path / "run" / "checkpoints")).committed() == [best, 6]
+
+
 def _load_right_after_saving(flags: str, folder: Path) -> dict[str, bool]:
     """Save, train on, load in the same process, and in a fresh engine; the gradient scaler included."""
     engine = make_engine(flags)

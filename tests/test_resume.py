@@ -96,7 +96,7 @@ SHARDING = """strategy replicas tp sp shard_modules shard_granularity reshard_af
 COMPUTING = """fused_optimizer activation_checkpointing chunked_loss compile attention device threads doctor
     matmul_precision deterministic gc_every timeout"""
 KEEPING = """run_dir resume resume_partial verify init_from init_partial save_model dcp_api checkpoint_every keep
-    keep_every async_checkpoint memory_checkpoint on_checkpoint_failure"""
+    keep_every keep_best async_checkpoint memory_checkpoint on_checkpoint_failure"""
 WATCHING = """on_anomaly check_replicas inspect memory_snapshot memory_limit profile track run_name tag tensorboard"""
 
 

@@ -101,12 +101,12 @@ def _removal(folder: Path, background: bool) -> dict[str, Any]:
             removed.append(self.committed())  # what there is when the next one is committed
             super().commit(step, files, info)
 
-        def retain(self, keep: int, keep_every: int | None = None) -> list[int]:
+        def retain(self, keep: int, keep_every: int | None = None, keep_best: bool = False) -> list[int]:
             if not let_go.acquire(timeout=60):
                 raise OSError("the save waited for the removal")
             if self.committed()[-1] == 3:
                 raise OSError("the disk is tired")
-            return super().retain(keep, keep_every)
+            return super().retain(keep, keep_every, keep_best)
 
     saver = Saver(SlowStore(LocalFiles(folder)), app, CPU, keep=1, background=background)
     for step in (1, 2, 3):

@@ -65,11 +65,12 @@ class Saver:
         *,
         keep: int,
         keep_every: int | None = None,
+        keep_best: bool = False,
         background: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         """`group`: of the ranks that save, nobody else's and of gloo; None is all ranks."""
-        self.store, self.app, self.keep, self.keep_every = store, app, keep, keep_every
+        self.store, self.app, self._kept = store, app, (keep, keep_every, keep_best)
         self._in_flight: Future[Outcome] | None = None
         self._removal: Future[None] | None = None
         self._not_removed: deque[str] = deque()
@@ -150,7 +151,7 @@ class Saver:
     def _remove_old(self, step: int, still_ours: Callable[[], None]) -> None:
         try:
             still_ours()
-            self.store.retain(self.keep, self.keep_every)
+            self.store.retain(*self._kept)
         except NotTheWriter:
             return  # the next save fails because of it, and so does the end of the run
         except OSError as error:

@@ -248,16 +248,19 @@ class Store:
                 self.checkpoint(step).unlink(MARKER)
             raise
 
-    def retain(self, keep: int, keep_every: int | None = None) -> list[int]:
+    def retain(self, keep: int, keep_every: int | None = None, keep_best: bool = False) -> list[int]:
         """Remove old committed checkpoints; the steps removed.
 
-        Those stay that are among the newest `keep` or of each `keep_every`th step, and the newest that is finite.
+        Those stay that are among the newest `keep` or of each `keep_every`th step, the newest that is finite, and with
+        `keep_best` that of the lowest `eval_loss` of a marker.
         Raises NotAFile or OSError if one can't be removed, such as a link; the others are.
         """
         committed = self.committed()
         old = [step for step in committed[:-keep] if not (keep_every and step % keep_every == 0)]
         if old and (finite := self.newest_finite(committed)) in old:
             old.remove(finite)
+        if old and keep_best and (best := self._best(committed)) in old:
+            old.remove(best)
         with ExitStack() as each:  # also if one can't be removed, which must not fill the disk with the others
             for step in reversed(old):
                 each.callback(self._remove, self.name(step))
@@ -276,6 +279,15 @@ class Store:
                 if says_finite(read_marker(self.checkpoint(step))):
                     return step
         return None
+
+    def _best(self, committed: Sequence[int]) -> int | None:
+        """The step whose marker has the lowest loss of an evaluation, the last of several."""
+        losses = dict[int, float]()
+        for step in committed:
+            with suppress(DamagedCheckpoint):
+                if isinstance(loss := read_marker(self.checkpoint(step)).get("eval_loss"), float):
+                    losses[step] = loss
+        return min(reversed(losses), key=lambda step: losses[step], default=None)
 
     def set_aside(self, after: int) -> list[str]:
         """Rename checkpoints newer than step `after`, which a run that goes back to it will write again.

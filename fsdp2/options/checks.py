@@ -223,6 +223,7 @@ def _check_saving(config: Options) -> None:
         ),
         (f"--keep {config.keep}", config.keep != KEEP, "there is none to keep"),
         ("--keep-every", config.keep_every is not None, "there is none to keep"),
+        ("--keep-best", config.keep_best, "there is none to keep"),
         ("--on-checkpoint-failure continue", config.on_checkpoint_failure != "stop", "no save can fail"),
     ):
         if given:

@@ -19,7 +19,7 @@ from fsdp2.units import printable, size
 FREE = {"run-dir", "resume", "resume-partial", "epochs", "max-steps", "seed", "lr", "gamma", "schedule", "warmup-steps"}
 FREE |= {"lr-floor", "checkpoint-every", "keep", "keep-every", "save-model", "inspect", "tensorboard", "memory-limit"}
 FREE |= {"memory-snapshot", "device", "threads", "timeout", "data-root", "verify", "init-from", "init-partial"}
-FREE |= {"doctor", "on-anomaly", "check-replicas", "track", "run-name", "tag"}
+FREE |= {"keep-best", "doctor", "on-anomaly", "check-replicas", "track", "run-name", "tag"}
 
 
 @dataclass(frozen=True)

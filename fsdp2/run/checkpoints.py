@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
@@ -85,11 +86,13 @@ class Checkpoints:
             device,
             keep=config.keep,
             keep_every=config.keep_every,
+            keep_best=config.keep_best,
             background=config.async_checkpoint is not None,
         )
         # Committed, or on its way. A checkpoint resumed from memory is not on the disk yet.
         self._saved_step = -1 if job.origin.in_memory else progress.step
         self._epochs: dict[int, int] = {}
+        self._eval_loss: dict[int, float] = {}
         self._failed: Outcome | None = None
 
     def __enter__(self) -> Checkpoints:
@@ -98,6 +101,11 @@ class Checkpoints:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         """Wait until old checkpoints are removed, after an error too: another run may take the directory next."""
         self._saver.wait_for_removal()
+
+    def evaluated(self, result: dict[str, Any]) -> None:
+        """Report an evaluation. The checkpoint of its step gets its loss."""
+        self._eval_loss = {result["step"]: result["loss"]} if math.isfinite(result["loss"]) else {}
+        self._reports.emit("eval", result)
 
     def save(self, epoch: int, *, last: bool = False) -> None:
         """Save the state as it is, unless this step is saved already. `--async-checkpoint skip` never skips the `last`.
@@ -125,7 +133,8 @@ class Checkpoints:
             self._epochs[step], self._saved_step = epoch, step
             # The same on all ranks: DCP writes a plain value from whichever rank it likes.
             self.progress.metrics_position = positions[0]
-            info = {**self._info, "finite": all(finite)}
+            tested = {"eval_loss": self._eval_loss[step]} if step in self._eval_loss else {}
+            info = {**self._info, **tested, "finite": all(finite)}
             before_commit = partial(self._before_commit, positions[0])
             self._report(self._saver.save(step, info, self.hold.require_folder, before_commit))
 

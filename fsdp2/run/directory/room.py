@@ -70,6 +70,7 @@ def checkpoints_at_once(config: Config, there: Sequence[int] = (), done: int = 0
             both = math.lcm(every, config.keep_every)  # only a step that is saved is kept for good
             newest = every * (math.ceil(config.max_steps / every) - keep - 1)
             for_good += max(0, newest // both - done // both)
+    for_good += config.keep_best and count > keep
     most = max(len(there) + 1, min(count, keep + 1) + for_good)  # a lower --keep counts after the next save
     return most, min(most, keep + for_good)
 
