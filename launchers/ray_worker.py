@@ -87,6 +87,11 @@ def kept_by_ray() -> int | None:
     return kept
 
 
+def kept_in() -> str:
+    """The folder of this trainer, its storage path and name. The context's storage is a developer's API of Ray's."""
+    return str(ray.train.get_context().get_storage().experiment_fs_path)
+
+
 def placement() -> dict[str, Any]:
     """Name what Ray has reserved for the workers, as each report of a trial has to: see `ray_tune.gives_back`."""
     group = ray.util.get_current_placement_group()
@@ -116,6 +121,9 @@ class Reporter:
                 f"CheckpointConfig(num_to_keep={kept}): Ray would delete the run's own checkpoints; leave that out, "
                 f"and give the run's Config keep={kept}"
             )
+        if filesystem is None and os.path.realpath(run.path) != os.path.realpath(place := kept_in()):
+            why = "Ray takes checkpoints from its storage path and name alone"
+            raise ConfigError(f"run_dir {run.path}: {why}; give {place}")
         self.run, self.filesystem, self.background = run, filesystem, background
         self.known = placement()  # what each report holds
         self._losses: list[float] = []  # of the epoch's steps

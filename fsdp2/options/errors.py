@@ -38,7 +38,7 @@ def flag_of(name: str) -> str:
 def unknown(value: str, choices: Sequence[str]) -> str:
     """The reason for refusing a value, with the nearest choice."""
     close = [choice for choice in choices if value and choice.startswith(value)]
-    close = close or difflib.get_close_matches(value, choices, 1)
+    close = close or difflib.get_close_matches(value.lower(), choices, 1)
     return f"must be one of {', '.join(choices)}" + (f"; did you mean {close[0]}?" if close else "")
 
 

@@ -164,6 +164,8 @@ def check(
 
 def require_fit(encoder: Encoder | Tokenizer, vocab_size: int) -> None:
     """Raise UnusableText if a model has no row for each token."""
+    if not vocab_size:
+        raise UnusableText("the model's size has no vocab_size; name it in the sizes of its ModelSpec")
     if encoder.size > vocab_size:
         raise UnusableText(
             f"its tokenizer has {encoder.size} tokens, and the model's vocabulary {vocab_size}; give the model's own"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -379,3 +380,20 @@ def test_a_run_reads_its_function_from_the_current_folder(tmp_path: Path, monkey
     spec = models.get("my_own_model:make")
     assert isinstance(spec.build("own"), nn.Linear)
     assert all(parameter.device == torch.device("meta") for parameter in spec.on_meta("own").parameters())
+
+
+def test_the_pages_text_model_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "own-models.md").read_text()
+    (source,) = re.findall(r"```python\n# mine\.py\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "words_of_mine.py").write_text(source)
+    (tmp_path / "notes.txt").write_text("a text of my own\n" * 300)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    line = ["--model=words_of_mine:words", f"--dataset=text:{tmp_path / 'notes.txt'}", "--documents=together"]
+    events: list[Any] = []  # in this process: the ranks of other tests have been started
+    run = [f"--run-dir={tmp_path / 'run'}", "--seq-len=32", "--lr=0.01", "--max-steps=8", "--device=cpu"]
+    main(parse([*line, *run]), lambda kind, data: events.append((kind, data)))
+    assert losses(events)[-1] < losses(events)[0]
+    without = source.replace('{"vocab_size": 256', '{"words": 256').replace("vocab_size", "words")
+    (tmp_path / "words_of_none.py").write_text(without)
+    line = [line[0].replace("of_mine", "of_none"), *line[1:], f"--run-dir={tmp_path / 'none'}"]
+    assert "the model's size has no vocab_size; name it in the sizes of its ModelSpec" in refused(line)
