@@ -194,7 +194,7 @@ def train(flags, data: pairs.Pairs, device: torch.device, steps: int, held_out: 
     app = state.AppState(policy, optimizer, parts, not_saved=lambda name: flags.lora and not lora.is_adapter(name))
     ours = restoring.settings_of(optimizer)
     with in_a_line():
-        done = restore.restore_newest(place, app)
+        done = restore.restore_newest(place, app, seed=1)
         restoring.require_possible(optimizer, ours, theirs := restoring.settings_of(optimizer))
         if theirs != ours or schedule.scheduler.last_epoch != done:
             raise ValueError(f"{flags.out}: its checkpoint has other settings of the optimizer, or of the schedule")

@@ -34,7 +34,7 @@ def train(out: Path, folder: str, device: torch.device, steps: int = 6, norm: fl
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     place, app = store.Store(files.LocalFiles(out / "checkpoints")), state.AppState(model, optimizer, {})
     stop = stop or signals.StopSignals()  # which remembers none until it is entered
-    for step in range(done := restore.restore_newest(place, app), steps):
+    for step in range(done := restore.restore_newest(place, app, seed=1), steps):
         order = torch.randperm(len(TEXT), generator=torch.Generator().manual_seed(step))  # on any number of ranks
         tokens = TEXT[order[:ROWS].tensor_split(ranks.size())[dist.get_rank()]].to(device)
         loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss * len(tokens) / ROWS

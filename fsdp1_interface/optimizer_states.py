@@ -60,6 +60,8 @@ def optim_state_dict_to_load(
     _require_own(model, group)
     _say(None, "optim_state_dict_to_load()", "set_optimizer_state_dict(model, optim, state")
     reshard_all(model)
+    for name, values in (optim_state_dict or {}).get("state", {}).items():
+        _require_apart(name, values)
     if getattr(settings_of(model).optim_state_dict_config, "rank0_only", False):
         optim_state_dict = _of_first_rank(optim_state_dict, group)
     if optim_state_dict is None:
@@ -76,9 +78,9 @@ def optim_state_dict_to_load(
                 raise ValueError(f"optimizer state: it has nothing for {name}; is it of another model?")
             of_group = saved.pop(name)
             if name in optim_state_dict["state"]:
-                mine = optim_state_dict["state"][name]
-                _require_apart(name, mine)
-                state[number] = {key: _shard(value, parameter) for key, value in mine.items()}
+                state[number] = {
+                    key: _shard(value, parameter) for key, value in optim_state_dict["state"][name].items()
+                }
             numbers.append(number)
             number += 1
         groups.append({**{key: value for key, value in of_group.items() if key != "params"}, "params": numbers})

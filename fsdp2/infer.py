@@ -130,7 +130,7 @@ def go_on(
 
         asked = asked_of(prompt, config.dataset, tokenizer_of(config), config.bos, prompt_as, system)
         begin = torch.tensor(asked.tokens.astype("int64"), device=run.device)
-        window = max(config.seq_len, spec.positions or 0)
+        window = max(config.seq_len, spec.positions or 0 if config.weights is not None else 0)
         if len(begin) > window:
             raise ConfigError(f"--prompt: has {len(begin)} tokens, and the model sees the last {window}; shorten it")
         settings: dict[str, Any] = {"new_tokens": new_tokens, "temperature": temperature, "seed": seed}
@@ -143,7 +143,7 @@ def go_on(
         say(f"temperature {temperature:g}, seed {seed}; --temperature 0 takes the likeliest\n" if temperature else "")
         number = itertools.count()
         text = asked.answer((token for token, _ in zip(found, number, strict=False)), say)
-        if len(begin) + next(number) > window:
+        if len(begin) + next(number) - 1 > window:  # the last one is made from those before it
             say(f"the model sees {window} tokens at a time: it wrote the end without the beginning of the prompt\n")
         return {"prompt": prompt, "text": text, "weights": run.weights}
 

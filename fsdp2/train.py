@@ -101,7 +101,7 @@ def main(
         def test() -> float:
             with watch.phase("evaluation"), engine.evaluating():
                 result = evaluate(engine.forward, dataset.test, config, world, device)
-            checkpoints.evaluated({**at(), **result})
+            checkpoints.evaluated({**at(), **result}, dataset.test.content)
             return result["accuracy"]
 
         with job.hold.starting():

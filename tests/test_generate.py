@@ -78,7 +78,7 @@ def test_a_character_is_printed_when_it_is_whole(run: Path, capsys: pytest.Captu
 
 def test_what_a_model_does_not_see_is_said(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given: dict[str, Any] = {"temperature": 0.0, "seed": 1}
-    for new_tokens, left_out in ((31, False), (32, True)):  # the run's sequences are of 32
+    for new_tokens, left_out in ((32, False), (33, True)):  # the run's sequences are of 32
         infer.go_on(run, "ab", new_tokens=new_tokens - 1, **given)
         note = "\nthe model sees 32 tokens at a time: it wrote the end without the beginning of the prompt\n"
         assert capsys.readouterr().out.endswith(note) == left_out

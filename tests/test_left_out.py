@@ -48,17 +48,40 @@ def test_of_an_answer_that_is_marked_in_pieces_all_or_none_is_learned(tmp_path: 
     assert learned(chat, line) == "right" if weight == 0 else "wrong<bad>right"
 
 
-def test_marks_that_lie_in_no_answer_have_no_weights(tmp_path: Path) -> None:
+def test_marks_of_what_is_no_answer_have_no_weights(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     begun = "{% generation %}{{ bos_token }}{% endgeneration %}"
     chat = Chat(str(make_tokenizer(tmp_path / "a", GENERATION.replace("{{ bos_token }}", begun))))
     line = talk("a", "one", "b", "two")
     line["messages"][1] |= {"weight": 0}
-    with pytest.raises(UnusableText, match="has answers that aren't to be learned, and the chat template marks text"):
+    with pytest.raises(UnusableText, match="has answers that aren't to be learned, and the chat template marks other"):
         encoded(chat, line)
 
 
-CUTS = ["[:5]", " | truncate(12)", ".split('. ')[0]", ".split()[0:2] | join(' ')", "[4:]", ".split('. ')[-1]"]
+def test_weights_go_with_templates_that_show_history_otherwise(tmp_path: Path) -> None:
+    """Marks say where answers stand, also of a greeting."""
+    pytest.importorskip("transformers")
+    last = "{% if loop.last %}!{% endif %}{{ message.content }}<|end|>\n{% endif %}"
+    template = GENERATION.replace("{{ message.content }}<|end|>\n{% endif %}", last)
+    chat = Chat(str(make_tokenizer(tmp_path / "a", template)))
+    line = talk("a", "one", "b", "two")
+    line["messages"].insert(0, {"role": "assistant", "content": "hello", "weight": 0})
+    assert learned(chat, line) == "one<|end|>\ntwo<|end|>\n"
+    line["messages"][2] |= {"weight": 0}
+    assert learned(chat, line) == "two<|end|>\n"
+
+
+CUTS = [
+    "[:5]",
+    "[1:]",
+    ".rstrip('t')",
+    "[:-1]",
+    " | truncate(12)",
+    ".split('. ')[0]",
+    ".split()[0:2] | join(' ')",
+    "[4:]",
+    ".split('. ')[-1]",
+]
 
 
 @pytest.mark.parametrize("marked", [False, True])
@@ -69,6 +92,13 @@ def test_a_content_that_is_cut_is_refused(tmp_path: Path, cut: str, marked: bool
     chat = Chat(str(make_tokenizer(tmp_path / "a", template)))
     with pytest.raises(UnusableText, match=r"its message 2 .assistant. has .*, and the chat template doesn't print it"):
         encoded(chat, talk("what", "It is two. The cat sat on the mat"))
+
+
+def test_a_text_without_spaces_that_is_cut_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    template = GENERATION.replace("content }}<|end|>", "content[:5] }}<|end|>", 1)
+    with pytest.raises(UnusableText, match="and the chat template doesn't print it"):
+        encoded(Chat(str(make_tokenizer(tmp_path / "a", template))), talk("what", "今天天气很好我们去"))
 
 
 @pytest.mark.parametrize("change", ["| upper", "| replace('  ', ' ')", "| e", "| trim | tojson"])

@@ -111,24 +111,25 @@ def _restore_imported(checkpoint: Files, app: AppState, marker: Mapping[str, Any
         require_step(checkpoint, progress.step, marker)
 
 
-def restore_newest(store: Store, app: AppState, seed: int = 1) -> int:
+def restore_newest(store: Store, app: AppState, seed: int | None = None) -> int:
     """Load the newest committed checkpoint of a store in place; its step, or 0 if there is none. A collective call.
 
     From here on `app` holds each rank's random generators, as the part `rng`, for dropout and the like. Where a
-    checkpoint has none for them, or there is no checkpoint, they are made from `seed`, the rank and the step.
+    checkpoint has none for them, or there is no checkpoint, they are made from `seed` (unset = the one of
+    `torch.manual_seed`), the rank and the step: ranks that drew alike before no longer do.
 
     Raises as `restore` does.
     """
     rank = dist.get_rank()
     if "rng" not in app.parts:
-        app.parts = {
-            **app.parts,
-            "rng": RandomState(rank, torch.device("cuda" if torch.cuda.is_initialized() else "cpu")),
-        }
+        on_gpu = (one.device for one in app.model.parameters() if one.device.type == "cuda")
+        here = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
+        app.parts = {**app.parts, "rng": RandomState(rank, next(on_gpu, here))}
     newest = [max(store.committed(), default=0) if rank == 0 else 0]
     dist.broadcast_object_list(newest, src=0)  # rank 0's answer: others may see a shared folder later
     if not newest[0] or not restore(store.checkpoint(newest[0]), app):
         mine = app.parts["rng"]
+        seed = torch.initial_seed() if seed is None else seed
         seed_everything(seed, mine.unlike if isinstance(mine, RandomState) else rank, newest[0])
     return newest[0]
 

@@ -187,6 +187,7 @@ class Store:
 
     def __init__(self, files: Files) -> None:
         self.files = files
+        self._evaluated: dict[int, tuple[Any, Any]] = {}  # what markers say of a step's evaluation
 
     def name(self, step: int) -> str:
         """The folder of a step's checkpoint."""
@@ -252,7 +253,7 @@ class Store:
         """Remove old committed checkpoints; the steps removed.
 
         Those stay that are among the newest `keep` or of each `keep_every`th step, the newest that is finite, and with
-        `keep_best` that of the lowest `eval_loss` of a marker.
+        `keep_best` that of the lowest `eval_loss` of a marker, among those on the newest's data.
         Raises NotAFile or OSError if one can't be removed, such as a link; the others are.
         """
         committed = self.committed()
@@ -282,12 +283,15 @@ class Store:
 
     def _best(self, committed: Sequence[int]) -> int | None:
         """The step whose marker has the lowest loss of an evaluation, the last of several."""
-        losses = dict[int, float]()
         for step in committed:
             with suppress(DamagedCheckpoint):
-                if isinstance(loss := read_marker(self.checkpoint(step)).get("eval_loss"), float):
-                    losses[step] = loss
-        return min(reversed(losses), key=lambda step: losses[step], default=None)
+                if step not in self._evaluated:
+                    marker = read_marker(self.checkpoint(step))
+                    self._evaluated[step] = marker.get("eval_loss"), marker.get("eval_data")
+        found = [step for step in reversed(committed) if isinstance(self._evaluated.get(step, (None,))[0], float)]
+        # A run that goes on with another test set has other losses, which say nothing about those before.
+        alike = [step for step in found if self._evaluated[step][1] == self._evaluated[found[0]][1]]
+        return min(alike, key=lambda step: self._evaluated[step][0], default=None)
 
     def set_aside(self, after: int) -> list[str]:
         """Rename checkpoints newer than step `after`, which a run that goes back to it will write again.

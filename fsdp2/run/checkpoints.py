@@ -92,7 +92,7 @@ class Checkpoints:
         # Committed, or on its way. A checkpoint resumed from memory is not on the disk yet.
         self._saved_step = -1 if job.origin.in_memory else progress.step
         self._epochs: dict[int, int] = {}
-        self._eval_loss: dict[int, float] = {}
+        self._eval_loss, self._tested = dict[int, float](), ""
         self._failed: Outcome | None = None
 
     def __enter__(self) -> Checkpoints:
@@ -102,8 +102,9 @@ class Checkpoints:
         """Wait until old checkpoints are removed, after an error too: another run may take the directory next."""
         self._saver.wait_for_removal()
 
-    def evaluated(self, result: dict[str, Any]) -> None:
-        """Report an evaluation. The checkpoint of its step gets its loss."""
+    def evaluated(self, result: dict[str, Any], data: str) -> None:
+        """Report an evaluation. The checkpoint of its step gets its loss, and the identity of its `data`."""
+        self._tested = data
         self._eval_loss = {result["step"]: result["loss"]} if math.isfinite(result["loss"]) else {}
         self._reports.emit("eval", result)
 
@@ -133,7 +134,7 @@ class Checkpoints:
             self._epochs[step], self._saved_step = epoch, step
             # The same on all ranks: DCP writes a plain value from whichever rank it likes.
             self.progress.metrics_position = positions[0]
-            tested = {"eval_loss": self._eval_loss[step]} if step in self._eval_loss else {}
+            tested = {"eval_loss": self._eval_loss[step], "eval_data": self._tested} if step in self._eval_loss else {}
             info = {**self._info, **tested, "finite": all(finite)}
             before_commit = partial(self._before_commit, positions[0])
             self._report(self._saver.save(step, info, self.hold.require_folder, before_commit))

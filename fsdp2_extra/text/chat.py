@@ -202,8 +202,10 @@ class Chat:
             marked = None if marking is None else _by_marks(text, render(messages, marking), where)
             if marked is not None and all(some):
                 return text, marked
-            answers = _by_prefixes(text, messages, partial(render, template=template), where)
-            return text, list(compress(answers, some)) if marked is None else _within(marked, answers, some, where)
+            if marked is None or marking is None:
+                answers = _by_prefixes(text, messages, partial(render, template=template), where)
+                return text, list(compress(answers, some))
+            return text, _of_answers(marked, messages, some, lambda first: render(first, marking), where)
         except UnusableText:
             raise
         except Exception as error:  # of the template, which is a program of its own
@@ -281,15 +283,32 @@ def _by_prefixes(text: str, messages: list[Any], render: Callable[..., str], whe
     return spans
 
 
-def _within(marked: list[Span], answers: list[Span], some: list[bool], where: str) -> list[Span]:
-    """The marked texts that are parts of some of the answers: a template may mark several in one, or none."""
-    inside = [[begin <= one and other <= end for begin, end in answers] for one, other in marked]
-    if not all(map(any, inside)):
+def _of_answers(
+    marked: list[Span], messages: list[Any], some: list[bool], render: Callable[[list[Any]], str], where: str
+) -> list[Span]:
+    """The marked texts that are of some of the answers: a template may mark several texts of one, or none.
+
+    Args:
+        render: gives the text with marks of the first messages.
+    """
+    counts, before = list[int](), 0
+    for number, message in enumerate(messages, 1):
+        if message["role"] == "assistant":
+            begun = _filled(render(messages[: number - 1])) if number > 1 else 0
+            counts.append(_filled(render(messages[:number])) - begun)
+            before += begun != sum(counts[:-1])  # what isn't an answer has marks, or has lost some
+    if before or sum(counts) != len(marked) or min(counts) < 0:
         raise UnusableText(
-            f"{where}: has answers that aren't to be learned, and the chat template marks text that lies in no answer; "
-            "drop their weight, or mark each answer where it is printed"
+            f"{where}: has answers that aren't to be learned, and the chat template marks other texts when more "
+            "follows; drop their weight"
         )
-    return [span for span, places in zip(marked, inside, strict=True) if any(compress(some, places))]
+    whose = (learned for learned, count in zip(some, counts, strict=True) for _ in range(count))
+    return list(compress(marked, whose))
+
+
+def _filled(marked: str) -> int:
+    """The number of texts between marks, of which none is empty."""
+    return marked.count(BEGIN) - marked.count(BEGIN + END)
 
 
 def _by_marks(text: str, marked: str, where: str) -> list[Span]:

@@ -194,11 +194,10 @@ def _there(piece: str, text: str) -> bool:
     return piece in text or any(json.dumps(piece, ensure_ascii=ascii)[1:-1] in text for ascii in (False, True))
 
 
-def _with_other_ends(piece: str) -> tuple[str, str]:
-    """A piece with another first word, and with another last one, each as long: a template that cuts shows neither."""
-    first, last = (len(piece.split()[at]) for at in (0, -1))
+def _with_other_ends(piece: str) -> tuple[str, ...]:
+    """A piece with another first or last character, or without it: a template that cuts shows one of them as before."""
     other = "x" if "x" not in piece else "\xd7"
-    return other * first + piece[first:], piece[: len(piece) - last] + other * last
+    return other + piece[1:], piece[:-1] + other, piece[1:], piece[:-1]
 
 
 def _replaced(content: Any, pieces: Mapping[str, str]) -> Any:

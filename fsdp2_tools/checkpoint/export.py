@@ -174,13 +174,16 @@ def give_name(aside: Path, target: Path) -> None:
             folder.rename(aside.name, target.name)  # of folders the system replaces an empty one alone
         else:
             os.link(aside, target)  # a rename would replace a file
-            aside.unlink()
     except OSError:
-        if os.path.lexists(target):
+        # A server that is asked again answers that it is there.
+        if os.path.lexists(target) and not (aside.is_file() and os.path.samefile(aside, target)):
             raise Refused(f"{target}: exists since a moment; {NOTHING_OVERWRITTEN}") from None
         if aside.is_dir():
             raise
-        folder.rename(aside.name, target.name)  # where a file system has no hard links
+        if not os.path.lexists(target):
+            folder.rename(aside.name, target.name)  # where a file system has no hard links
+    if aside.is_file():
+        aside.unlink()
     folder.fsync("")
 
 

@@ -66,6 +66,7 @@ def _verdict(plan: Plan) -> list[str]:
     if plan.last is not memory:
         found[0] += f"; the last rank takes {size(plan.last.peak.bytes)}"
     more = f", and each that --keep-every {config.keep_every} keeps" if config.keep_every else ""
+    more += ", and that of the lowest loss" if config.keep_best else ""
     disk = f"disk: at most {size(plan.checkpoint_bytes)} a checkpoint × {config.keep}{more}"
     if not config.saves:
         disk = "disk: no checkpoint, as --checkpoint-every never asks"

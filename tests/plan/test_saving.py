@@ -146,4 +146,4 @@ def test_the_files_of_a_checkpoint_take_at_most_what_is_planned(
     (folder,) = (tmp_path / "run" / "checkpoints").glob("step-*")
     there = sum(file.stat().st_size for file in folder.iterdir())
     planned = plan(parse(small(tmp_path / "run", *flags.split())), count, None, None)
-    assert there <= planned.checkpoint_bytes
+    assert there <= planned.checkpoint_bytes < 1.5 * there
