@@ -60,10 +60,10 @@ def optim_state_dict_to_load(
     _require_own(model, group)
     _say(None, "optim_state_dict_to_load()", "set_optimizer_state_dict(model, optim, state")
     reshard_all(model)
-    for name, values in (optim_state_dict or {}).get("state", {}).items():
-        _require_apart(name, values)
     if getattr(settings_of(model).optim_state_dict_config, "rank0_only", False):
         optim_state_dict = _of_first_rank(optim_state_dict, group)
+    elif wrong := _overwritten(optim_state_dict):
+        raise ValueError(wrong)
     if optim_state_dict is None:
         raise ValueError("optim_state_dict_to_load(): no state given; with rank0_only=True rank 0 alone needs one")
     names = _names(model)
@@ -92,15 +92,18 @@ def optim_state_dict_to_load(
     return loadable
 
 
-def _require_apart(name: str, values: Mapping[str, Any]) -> None:
-    """Raise ValueError if moments share their memory, as FSDP1 saves them on a CPU with use_orig_params=True."""
-    places = dict[int, str]()
-    for key, value in values.items():
-        if type(value) is Tensor and value.numel() > 1 and (other := places.setdefault(value.data_ptr(), key)) != key:
-            raise ValueError(
-                f"optimizer state: {other} and {key} of {name} are the same memory: FSDP1 on a CPU overwrote one "
-                "with the other when it saved; save again by FSDP1 with offload_to_cpu=False, or load the weights alone"
-            )
+def _overwritten(state: State | None) -> str | None:
+    """Name moments that share their memory, as FSDP1 saves them on a CPU with use_orig_params=True."""
+    for name, values in (state or {}).get("state", {}).items():
+        places = dict[int, str]()
+        for key, one in values.items():
+            if type(one) is Tensor and one.numel() > 1 and (other := places.setdefault(one.data_ptr(), key)) != key:
+                return (
+                    f"optimizer state: {other} and {key} of {name} are the same memory: FSDP1 on a CPU overwrote one "
+                    "with the other when it saved; save again by FSDP1 with offload_to_cpu=False, or load the weights "
+                    "alone"
+                )
+    return None
 
 
 def full_optim_state_dict(
@@ -200,11 +203,14 @@ def _require_own(model: nn.Module, group: Any) -> None:
 
 
 def _of_first_rank(state: State | None, group: Any) -> State:
-    box = [state]
+    box = [(state, _overwritten(state))]  # what is sent no longer shows which tensors share their memory
     dist.broadcast_object_list(box, src=0, group=group)
-    if box[0] is None:
+    state, wrong = box[0]
+    if state is None:
         raise ValueError("optimizer state: rank 0 has none to give to the others")
-    return box[0]
+    if wrong:
+        raise ValueError(wrong)
+    return state
 
 
 def _of_input(model: nn.Module, optim_input: Any) -> Optimizer:

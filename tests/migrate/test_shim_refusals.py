@@ -144,3 +144,25 @@ def test_other_refusals(ranks: Ranks) -> None:
     ]
     for messages in ranks.run(other_refusals):
         assert [want for want, got in zip(wanted, messages, strict=True) if want not in got] == [], messages
+
+
+def moments_of_one_memory() -> list[str]:
+    """As FSDP1 saves them on a CPU. Only rank 0 has the file, so that only there the memory tells."""
+    cls, model = shim().FullyShardedDataParallel, build(shim(), use_orig_params=True)
+    optimizer, messages = adam(model), []
+    train(model, optimizer)
+    state = cls.full_optim_state_dict(model, optimizer, rank0_only=False)
+    state["state"]["last.bias"].update(dict.fromkeys(("exp_avg", "exp_avg_sq"), torch.ones(2)))
+    mine = state if dist.get_rank() == 0 else None
+    for load in (
+        lambda: cls.optim_state_dict_to_load(model, optimizer, state),
+        lambda: cls.scatter_full_optim_state_dict(mine, model, optim=optimizer),
+    ):
+        with pytest.raises(ValueError, match=r"exp_avg and exp_avg_sq of last\.bias are the same memory") as caught:
+            load()
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_all_ranks_refuse_moments_that_share_memory_on_rank_0(ranks: Ranks) -> None:
+    assert [len(messages) for messages in ranks.run(moments_of_one_memory)] == [2, 2]
