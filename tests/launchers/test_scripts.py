@@ -153,6 +153,22 @@ def test_a_preempted_job_is_queued_again_unless_it_was_done(
     assert ("fsdp2: preempted; job 1 is in the queue again" in out) == queued
 
 
+def test_the_shell_of_a_step_is_refused_and_a_job_from_there_is_not(job: Job, tmp_path: Path) -> None:
+    """`srun --pty bash` holds the nodes, so that a further step would wait for ever."""
+    ours, theirs = os.openpty()
+    status, _, err = job.run("--run-dir=run", ends=True, terminal=theirs, SLURM_STEP_ID="0")
+    assert (status, "which holds the nodes of its job; begin with salloc instead" in err) == (2, True)
+    assert job.run("--run-dir=run", ends=True, terminal=theirs, SLURM_STEP_ID="4294967290", STATUS="0")[0] == 0
+    for end in (ours, theirs):
+        os.close(end)
+    assert job.run("--run-dir=run", ends=True, STATUS="0", SLURM_STEP_ID="0")[0] == 0
+
+
+def test_a_program_of_ones_own_chooses_its_signal(job: Job, tmp_path: Path) -> None:
+    job.run("OUT", saves=str(tmp_path / "own" / "checkpoints" / "a"), PROGRAM="mine.py", RUN="own", SIGNAL="USR1")
+    assert job.over.read_text() == "--signal=USR1 1\n"
+
+
 def test_of_an_array_one_task_is_asked_to_end_and_queued_again(job: Job, tmp_path: Path) -> None:
     """The last task has the number of the whole array, which SLURM takes for all of its tasks."""
     task: dict[str, Any] = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}
