@@ -78,14 +78,14 @@ class Job:
             stdin=terminal,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
+            bufsize=0,  # a buffer would keep lines behind the first, which `communicate` doesn't see
         ) as job:
             assert job.stdout is not None
             first = job.stdout.readline()
             if first and not ends:
                 job.send_signal(signal.SIGUSR1)
             out, err = job.communicate(timeout=60)
-        return job.returncode, first + out, err
+        return job.returncode, (first + out).decode(), err.decode()
 
 
 @pytest.fixture
