@@ -37,6 +37,8 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Told:
     monkeypatch.setattr("ray.train.report", report)
     monkeypatch.setattr(ray_worker, "broadcast", lambda value: value)
     monkeypatch.setattr(ray_worker, "kept_by_ray", lambda: None)
+    monkeypatch.setattr(ray_worker, "kept_in", lambda: str(tmp_path))
+    monkeypatch.setattr(ray_worker, "placement", dict)
 
     def listen(events: list[Event]) -> list[dict[str, Any]]:
         reports.clear()
