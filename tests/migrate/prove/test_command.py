@@ -70,7 +70,9 @@ def test_no_rank_outlives_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_program_without_a_step(ranks: Ranks, tmp_path: Path) -> None:
     script = tmp_path / "program.py"
-    script.write_text("import torch.distributed as dist\ndist.init_process_group()\n")
+    # Without the barrier one rank may have ended before the other has connected to it.
+    lines = ("import torch.distributed as dist", "dist.init_process_group()", "dist.barrier()")
+    script.write_text("\n".join([*lines, "dist.destroy_process_group()", ""]))
     with pytest.raises(Failed, match="were recorded on these ranks only: none"):
         InPool(script, [], 2, 60, pool=ranks).record(tmp_path / "record", steps=1)
 
