@@ -149,7 +149,7 @@ def _ended(job: str, environment: dict[str, str]) -> tuple[str, int]:
     while time.monotonic() < deadline:
         shown = _slurm(["scontrol", "show", "job", job], environment)
         state, restarts = (shown.partition(f"{name}=")[2].split()[0] for name in ("JobState", "Restarts"))
-        if state not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED"):
+        if state not in ("PENDING", "CONFIGURING", "RUNNING", "SIGNALING", "COMPLETING", "REQUEUED"):
             return state, int(restarts)
         time.sleep(0.3)
     pytest.fail(shown)
