@@ -130,7 +130,8 @@ def go_on(
 
         asked = asked_of(prompt, config.dataset, tokenizer_of(config), config.bos, prompt_as, system)
         begin = torch.tensor(asked.tokens.astype("int64"), device=run.device)
-        window = max(config.seq_len, spec.positions or 0 if config.weights is not None else 0)
+        positions = spec.positions if config.weights is not None else None  # else none behind --seq-len was trained
+        window = max(config.seq_len, positions or 0)
         if len(begin) > window:
             raise ConfigError(f"--prompt: has {len(begin)} tokens, and the model sees the last {window}; shorten it")
         settings: dict[str, Any] = {"new_tokens": new_tokens, "temperature": temperature, "seed": seed}

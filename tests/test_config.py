@@ -131,6 +131,7 @@ BAD = [
     (["lr", "3"], ["lr: belongs to no flag; did you mean --lr?"]),
     (["--modle", "vit"], ["--modle: no such flag", "did you mean --model?"]),
     (["--epoch", "3"], ["--epoch: no such flag", "--epochs"]),
+    (["--optimizer", "AdamW"], ["--optimizer AdamW", "did you mean adamw?"]),
     (["--lr", "-1"], ["--lr -1", "above 0"]),
     (["--lr", "fast"], ["--lr fast", "number"]),
     (["--lr", "nan"], ["--lr nan", "finite"]),

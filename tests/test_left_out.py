@@ -45,13 +45,22 @@ def test_of_an_answer_that_is_marked_in_pieces_all_or_none_is_learned(tmp_path: 
     chat = Chat(str(make_tokenizer(tmp_path / "a", TEMPLATE.replace("ANSWER", PIECES))))
     line = talk("a", "wrong", "b", "", "c", "right")
     line["messages"][1] |= {"weight": weight, "tool_calls": [{"name": "bad"}]}
-    assert learned(chat, line) == "right" if weight == 0 else "wrong<bad>right"
+    assert learned(chat, line) == ("right" if weight == 0 else "wrong<bad>right")
 
 
 def test_marks_of_what_is_no_answer_have_no_weights(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     begun = "{% generation %}{{ bos_token }}{% endgeneration %}"
     chat = Chat(str(make_tokenizer(tmp_path / "a", GENERATION.replace("{{ bos_token }}", begun))))
+    line = talk("a", "one", "b", "two")
+    line["messages"][1] |= {"weight": 0}
+    with pytest.raises(UnusableText, match="has answers that aren't to be learned, and the chat template marks other"):
+        encoded(chat, line)
+
+
+def test_answers_in_another_order_have_no_weights(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    chat = Chat(str(make_tokenizer(tmp_path / "a", GENERATION.replace("in messages", "in messages | reverse"))))
     line = talk("a", "one", "b", "two")
     line["messages"][1] |= {"weight": 0}
     with pytest.raises(UnusableText, match="has answers that aren't to be learned, and the chat template marks other"):
@@ -115,7 +124,7 @@ def test_keys_of_messages_that_say_no_are_named_or_refused(tmp_path: Path) -> No
     line = talk("a", "b")
     line["messages"][1] |= {"loss_mask": 0, "trainable": False, "none": None, "empty": ""}
     encoded(chat, line)
-    assert chat.beside == {"loss_mask of messages", "trainable of messages"}
+    assert chat.left_out() == {"loss_mask of messages", "trainable of messages"}
     line["messages"][0] |= {"train": True}
     with pytest.raises(UnusableText, match=r"its message 1 .user. has train, and answers alone are learned; drop it"):
         encoded(chat, line)

@@ -185,6 +185,23 @@ def test_a_marker_that_is_not_known_to_be_durable_is_taken_back(
     assert store.remove_dead() == ["step-00000001"]
 
 
+def test_the_best_is_of_the_losses_on_the_newest_ones_data(tmp_path: Path) -> None:
+    store = Store(LocalFiles(tmp_path / "checkpoints"))
+    losses: dict[int, dict[str, Any]] = {
+        1: {"eval_loss": 1.0, "eval_data": "a"},
+        2: {"eval_loss": 7.0, "eval_data": "b"},
+        3: {"eval_loss": 5.0, "eval_data": "b"},
+        4: {"eval_loss": 5.0, "eval_data": "b"},
+        5: {},
+        6: {"eval_loss": "low", "eval_data": "b"},
+    }
+    for step, marker in losses.items():
+        store.begin(step)
+        store.commit(step, {".metadata": {"size": 0, HASH: ""}}, marker)
+    assert store.retain(1, keep_best=True) == [1, 2, 3, 5]
+    assert store.committed() == [4, 6]  # the later one of two that are alike
+
+
 def test_one_checkpoint_that_stays_keeps_no_others(tmp_path: Path) -> None:
     store = Store(LocalFiles(tmp_path / "checkpoints"))
     for step in (1, 2, 3, 4):

@@ -32,7 +32,6 @@ from fsdp2_extra.text.messages import (
     Contents,
     conversation,
     encoded_twice,
-    ignored,
     learned_answers,
     left_out,
     with_objects,
@@ -94,11 +93,15 @@ class Chat:
         self._contents = Contents()
         self._form: str | None = None
         self._printed: set[int] = set()  # hashes of lists of tools, each of which is
-        self.beside: set[str] = set()  # what is left out of messages
+        self._left_out: set[str] = set()
 
     def source(self) -> str | None:
         """The form of the conversations that it has encoded."""
         return self._form
+
+    def left_out(self) -> set[str]:
+        """The keys of their messages that say no, and that nothing reads."""
+        return self._left_out
 
     def encode(self, rows: Sequence[Row]) -> Iterator[tuple[numpy.ndarray, numpy.ndarray]]:
         """The tokens of each conversation, (n,), and as many 0 or 1: whether an answer's token, for the loss."""
@@ -107,7 +110,8 @@ class Chat:
             messages, tools = conversation(row, self._form, self._fields)
             text, spans = self._rendered(messages, tools, row.where)
             self._require_shown(messages, tools, text, row.where)
-            self.beside |= {f"{key} of messages" for message in messages for key in ignored(message)}
+            no = {key for one in messages for key, value in one.items() if key not in PLAIN and value == 0}
+            self._left_out |= {f"{key} of messages" for key in no}
             yield self._tokens(text, spans, row.where)
 
     def _tokens(self, text: str, spans: Sequence[Span], where: str) -> tuple[numpy.ndarray, numpy.ndarray]:
@@ -199,13 +203,19 @@ class Chat:
             if not learned:
                 return text, []
             some = learned_answers(messages)
-            marked = None if marking is None else _by_marks(text, render(messages, marking), where)
-            if marked is not None and all(some):
-                return text, marked
-            if marked is None or marking is None:
+            if marking is None:
                 answers = _by_prefixes(text, messages, partial(render, template=template), where)
                 return text, list(compress(answers, some))
-            return text, _of_answers(marked, messages, some, lambda first: render(first, marking), where)
+            marked = _by_marks(text, render(messages, marking), where)
+            if all(some):
+                return text, marked
+
+            def texts_of(first: list[Any]) -> list[str]:
+                shown = render(first, template)
+                return [shown[begin:end] for begin, end in _by_marks(shown, render(first, marking), where)]
+
+            whose = _whose(messages, texts_of, where)
+            return text, [span for span, answer in zip(marked, whose, strict=True) if some[answer]]
         except UnusableText:
             raise
         except Exception as error:  # of the template, which is a program of its own
@@ -283,32 +293,28 @@ def _by_prefixes(text: str, messages: list[Any], render: Callable[..., str], whe
     return spans
 
 
-def _of_answers(
-    marked: list[Span], messages: list[Any], some: list[bool], render: Callable[[list[Any]], str], where: str
-) -> list[Span]:
-    """The marked texts that are of some of the answers: a template may mark several texts of one, or none.
+def _whose(messages: list[Any], texts_of: Callable[[list[Any]], list[str]], where: str) -> list[int]:
+    """The number of the answer that each marked text is of: a template may mark several texts of one, or none.
 
     Args:
-        render: gives the text with marks of the first messages.
+        texts_of: gives the marked texts of the first messages.
     """
-    counts, before = list[int](), 0
-    for number, message in enumerate(messages, 1):
-        if message["role"] == "assistant":
-            begun = _filled(render(messages[: number - 1])) if number > 1 else 0
-            counts.append(_filled(render(messages[:number])) - begun)
-            before += begun != sum(counts[:-1])  # what isn't an answer has marks, or has lost some
-    if before or sum(counts) != len(marked) or min(counts) < 0:
-        raise UnusableText(
-            f"{where}: has answers that aren't to be learned, and the chat template marks other texts when more "
-            "follows; drop their weight"
-        )
-    whose = (learned for learned, count in zip(some, counts, strict=True) for _ in range(count))
-    return list(compress(marked, whose))
-
-
-def _filled(marked: str) -> int:
-    """The number of texts between marks, of which none is empty."""
-    return marked.count(BEGIN) - marked.count(BEGIN + END)
+    texts, whose = texts_of(messages), list[int]()
+    for answer, at in enumerate(at for at, message in enumerate(messages) if message["role"] == "assistant"):
+        before, now = texts_of(messages[:at]) if at else [], texts_of(messages[: at + 1])
+        # An earlier answer may lack thoughts that it has as the last. In another order, or with other marks when more
+        # follows, nothing says whose a text is.
+        as_now = all(mine.endswith(one) for mine, one in zip(now, texts, strict=False))
+        if len(before) != len(whose) or not len(before) <= len(now) <= len(texts) or not as_now:
+            break
+        whose += [answer] * (len(now) - len(before))
+    else:
+        if len(whose) == len(texts):
+            return whose
+    raise UnusableText(
+        f"{where}: has answers that aren't to be learned, and the chat template marks other texts when more follows; "
+        "drop their weight"
+    )
 
 
 def _by_marks(text: str, marked: str, where: str) -> list[Span]:

@@ -87,16 +87,9 @@ def require_usual(table: dict[str, Any], keys: Collection[str], where: str, off:
             )
 
 
-def ignored(message: Mapping[str, Any]) -> list[str]:
-    """The keys that nothing reads, and that say no: one that is no text can't be looked for in what is printed."""
-    return [key for key, value in message.items() if key not in PLAIN and value in (0,) and value is not None]
-
-
 def learned_answers(messages: list[Any]) -> list[bool]:
     """Of each answer whether it is learned: those with a `weight` of 0, as OpenAI has it, or `train` false aren't."""
-    return [
-        not any(message.get(key) in (0,) for key in LEARNED) for message in messages if message["role"] == "assistant"
-    ]
+    return [not any(one.get(key) == 0 for key in LEARNED) for one in messages if one["role"] == "assistant"]
 
 
 def _parts(content: list[Any], where: str) -> list[Any]:

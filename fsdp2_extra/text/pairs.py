@@ -123,7 +123,7 @@ def load(
     how = " and ".join(f"{count:,} {way}" for way, count in ways.items() if count)
     about = f"{len(kept):,} of {span(min(sizes), max(sizes))} tokens{' each' * (min(sizes) == max(sizes))}, {how}"
     about += f"; left out by --bad-samples drop: {bad}" if bad else ""
-    dropped = printable(", ".join(sorted(encode.found - read_of("pairs", encode.fields)))[:MOST_UNREAD])
+    dropped = printable(", ".join(sorted(encode.left_out()))[:MOST_UNREAD])
     about += f"; dropped: {dropped}" if dropped else ""
     other = encode.texts.unlike([tokens[:LOOKED_AT] for pair in kept[:LOOKED_AT] for tokens, _ in pair])
     return Pairs(kept, "; ".join([about, *other_reader({**encode.texts.about, "unlike": other})]))
@@ -162,6 +162,10 @@ class _Encode:
         if not all(map(all, map(learned_answers, both))):
             raise UnusableText(f"{row.where}: has an answer of weight 0, and of pairs those that differ count; drop it")
         return _apart([(tokens, numpy.asarray(learn, dtype=bool)) for tokens, learn in encoded])
+
+    def left_out(self) -> set[str]:
+        """The fields of all lines that nothing reads, and such keys of messages."""
+        return (self.found - read_of("pairs", self.fields)) | (self._chat.left_out() if self._chat else set())
 
     def _of_texts(self, line: dict[str, Any], where: str) -> list[Encoded]:
         if line.get("system") or line.get("tools"):

@@ -51,7 +51,6 @@ class Encoder(Protocol):
         begin, end: the tokens that it puts before a document, and the one that ends a text.
         field: of a line or row, the one that holds the text; of `chat` how those of conversations are called.
         suffixes: of the files that it reads.
-        beside: of `chat`, what it has left out of messages.
         about: see `Tokenizer`; of `chat` also the file of its `template`.
     """
 
@@ -63,7 +62,6 @@ class Encoder(Protocol):
     about: dict[str, Any]
     field: str | Fields
     suffixes: tuple[str, ...]
-    beside: set[str]
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -71,6 +69,10 @@ class Encoder(Protocol):
 
     def source(self) -> str | None:
         """The field of text, or the form of conversations, that it has encoded."""
+
+    def left_out(self) -> set[str]:
+        """The keys of the messages that it has encoded that say no, and that nothing reads."""
+        ...
 
     def encode(self, rows: Sequence[Row]) -> Iterator[tuple[numpy.ndarray, numpy.ndarray | None]]:
         """The tokens of each row, (tokens,), none for one that is empty; and of `chat` a mask of them, uint8."""

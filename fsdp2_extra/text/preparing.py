@@ -163,7 +163,7 @@ def _make(files: Sequence[File], work: Path, source: str, encoder: Encoder, say:
         "tokens": output.tokens,
         "characters": output.characters,
         "empty": output.empty,
-        "beside": ", ".join(sorted((output.beside - read) | encoder.beside))[:MOST],
+        "beside": ", ".join(sorted((output.beside - read) | encoder.left_out()))[:MOST],
         "turns": output.turns,
         "longest": sorted(output.longest, reverse=True),
         "unlearned": output.unlearned,

@@ -36,7 +36,6 @@ class Text:
 
     def __init__(self, tokenizer: Tokenizer, field: str = "text") -> None:
         self.field: str | Fields = field
-        self.beside: set[str] = set()
         self.tokenizer = tokenizer
         self.size, self.identity, self.about = tokenizer.size, tokenizer.identity, tokenizer.about
         self.begin, self.end = tokenizer.begin, tokenizer.end
@@ -44,6 +43,10 @@ class Text:
     def source(self) -> str | None:
         """The field of the text."""
         return str(self.field)
+
+    def left_out(self) -> set[str]:
+        """Nothing: a text has no messages."""
+        return set()
 
     def encode(self, rows: Sequence[Row]) -> Iterator[tuple[numpy.ndarray, None]]:
         """The tokens of each row, (n,), as `document` gives them; None, since each counts for the loss."""

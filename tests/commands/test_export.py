@@ -301,6 +301,31 @@ def test_what_comes_to_the_place_while_an_export_writes_stays(
     assert [one.name for one in tmp_path.iterdir()] == ["out"]
 
 
+def test_a_link_that_a_server_answers_twice_is_this_exports(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = os.link
+
+    def asked_again(source: Path, target: Path) -> None:
+        link(source, target)
+        raise FileExistsError(17, "File exists", str(target))
+
+    monkeypatch.setattr(os, "link", asked_again)
+    export(str(finished), str(tmp_path / "out"), "pt")
+    assert [one.name for one in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_file_system_without_hard_links_takes_an_export(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(source: Path, target: Path) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refused)
+    export(str(finished), str(tmp_path / "out"), "pt")
+    assert [one.name for one in tmp_path.iterdir()] == ["out"]
+
+
 # --- memory ----------------------------------------------------------------------------------------------
 
 MEMORY = """

@@ -202,6 +202,14 @@ def test_checkpoints_in_other_forms_count_for_another_program(
     assert f"no checkpoint in own {counted} is newer" in job.run(**own)[2]
 
 
+def test_checkpoints_behind_a_link_count(job: Job, tmp_path: Path) -> None:
+    """docs/checkpoints.md: the folder may be one, to a larger disk."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "disk" / "checkpoints")
+    assert job.run("--run-dir=run", saves=str(tmp_path / "disk" / "checkpoints" / "step-00000002"))[0] == 0
+    assert job.asked.exists()
+
+
 def test_a_run_that_is_finished_as_its_time_is_over_is_a_success(job: Job, tmp_path: Path) -> None:
     new = str(tmp_path / "run" / "checkpoints" / "step-00000002")
     (tmp_path / "run").mkdir()

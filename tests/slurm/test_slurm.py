@@ -6,6 +6,7 @@ import getpass
 import json
 import os
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -209,6 +210,19 @@ def test_a_preempted_job_saves_in_its_grace_and_is_queued_again(
     assert f"SIGTERM: saved at step {resumed['step']} after" in log.read_text()
     assert f"fsdp2: preempted; job {job} is in the queue again" in log.read_text()
     assert re.search(rf"^fsdp2: job {job}, start 2, on n\[1-2\], 20", log.read_text(), re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_a_job_without_an_environment_begins_with_the_lines_of_its_copy(tmp_path: Path, slurm: dict[str, str]) -> None:
+    run, log, copy = tmp_path / "run", tmp_path / "job.log", tmp_path / "copy.sbatch"
+    lines = [f"export {name}={shlex.quote(slurm[name])}" for name in ("PATH", "SLURM_CONF")]
+    lines += ["export RANKS_PER_NODE=1 OMP_NUM_THREADS=1", f"cd {shlex.quote(str(ROOT))}"]
+    copy.write_text(SCRIPT.read_text().replace("\nset -euo", "\n" + "\n".join([*lines, "set -euo"])))
+    options = ["--export=NONE", "--gpus-per-node=0", "--cpus-per-task=1", "--time=5", f"--output={log}"]
+    flags = small(run, "--max-steps=3", "--no-save-model")
+    job = _slurm(["sbatch", "--parsable", *options, str(copy), *flags], slurm)
+    assert _ended(job, slurm) == ("COMPLETED", 0), log.read_text()
+    assert world_size(run) == 2
 
 
 @pytest.mark.slow
