@@ -22,10 +22,21 @@ from fsdp2.data.loader import Batches, evaluation_batches
 from fsdp2.models import initial
 from fsdp2.options.errors import ConfigError, flag_of
 from fsdp2.options.parser import Parser
-from fsdp2.options.values import chat_fields, checked, location, number, one_of, or_off, steps_or_share, whole, word_of
+from fsdp2.options.values import (
+    chat_fields,
+    checked,
+    location,
+    number,
+    one_of,
+    or_off,
+    steps_or_share,
+    trackers,
+    whole,
+    word_of,
+)
 from fsdp2.parallel import fully_sharded, groups, mesh, meta, precision
 from fsdp2.parallel.shards import groups_of
-from fsdp2.report.metrics import MetricsFile
+from fsdp2.report.metrics import MetricsFile, OnEvent
 from fsdp2.run import restoring
 from fsdp2.run.parts import Base, checksum
 from fsdp2.run.process import runtime
@@ -36,6 +47,7 @@ from fsdp2.run.schedule import Schedule
 from fsdp2_extra.models import lora
 from fsdp2_extra.text import pairs
 from fsdp2_extra.text.mixture import by_source
+from fsdp2_extra.trackers import listeners, logins
 from fsdp2_tools.checkpoint.adapters import read_adapters
 from fsdp2_tools.checkpoint.export import export
 
@@ -55,6 +67,7 @@ FLAGS = {
     "checkpoint_every": (100, whole(1), "steps between checkpoints"),
     "chat_fields": (None, chat_fields, "a file's names of fields: prompt=question,chosen=good; ; before --eval-pairs'"),
     "lora": (None, whole(1), "train adapters of this rank, and no weights"),
+    "track": (None, trackers, "also write to wandb, mlflow or tensorboard, or several by commas"),
 }
 FIGURES = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")  # TRL's names
 AS_IT_BEGAN = ("lora", "beta", "lr", "schedule", "warmup_steps", "clip_grad_norm", "global_batch_size")
@@ -68,12 +81,13 @@ def parse(words=None):
         said = "" if default is None else f" (default: {default})"
         parser.add_argument(flag_of(name), metavar=word_of(check), default=default, help=meaning + said)
     parser.add_argument("--mixed-precision", nargs="?", const="bf16", choices=["bf16"], help="compute in bf16")
-    parser.set_defaults(max_steps=None, gamma=1.0, lr_floor=0.0)  # of a training's schedule, without a flag here
+    # What a training's schedule and trackers read, without a flag here.
+    parser.set_defaults(max_steps=None, gamma=1.0, lr_floor=0.0, tensorboard=False)
     flags = parser.parse_args(words)
     for name, (_, check, _) in FLAGS.items():
         if getattr(flags, name) is not None:
             setattr(flags, name, checked(flag_of(name), getattr(flags, name), check))
-    flags.lr = flags.lr or (1e-5 if flags.lora else 1e-6)
+    flags.lr, flags.track = flags.lr or (1e-5 if flags.lora else 1e-6), flags.track or ()
     return flags
 
 
@@ -174,6 +188,13 @@ def header(flags, data: pairs.Pairs, held_out: pairs.Pairs | None, policy, steps
     ]
 
 
+def tracked(flags, say) -> listeners.Trackers:
+    own, folder = dict(vars(flags)), Path(flags.out)
+    plain = {name: one if isinstance(one, (int, float, str)) else str(one) for name, one in own.items()}
+    kept = listeners.run_id(files.LocalFiles(folder), fresh=False)
+    return listeners.Trackers(flags.track, listeners.Run(kept, None, {}, plain, folder), say)
+
+
 def train(flags, data: pairs.Pairs, device: torch.device, steps: int, held_out: pairs.Pairs | None = None, stop=None):
     place = store.Store(files.LocalFiles(f"{flags.out}/checkpoints"))
     require_same(flags, place)
@@ -210,7 +231,15 @@ def train(flags, data: pairs.Pairs, device: torch.device, steps: int, held_out: 
     say(*(lines := header(flags, data, held_out, policy, steps)))
     if done:
         say(f"resumed from {place.checkpoint(done)} at step {done:,}, epoch {batches.epoch + 1}")
-    metrics("resume" if done else "start", {"header": lines, "step": done})
+    told: list[OnEvent] = [metrics]
+    if rank == 0 and flags.track:
+        told.append(at_trackers := tracked(flags, say))
+
+    def emit(kind: str, facts: dict[str, Any]) -> None:
+        for listener in told:
+            listener(kind, facts)
+
+    emit("resume" if done else "start", {"header": lines, "step": done})
     exported = f"{flags.out}/model-{steps}"
     for step in range(done + 1, steps + 1):
         if batches.at_end():
@@ -232,10 +261,10 @@ def train(flags, data: pairs.Pairs, device: torch.device, steps: int, held_out: 
         # ln 2 is the loss of a policy that is still the reference
         say(f"step {step}/{steps}  " + in_words(found[-1]))
         facts = {"step": step, "epoch": batches.epoch, "lr": rate, "grad_norm": float(norm), "samples": batch.samples}
-        metrics("train", facts | found[-1])
+        emit("train", facts | found[-1])
         if held_out and (batches.at_end() or step == steps):
             result = evaluated(policy, reference, flags, held_out, device)
-            metrics("eval", {"step": step, "epoch": batches.epoch, "count": len(held_out), **result})
+            emit("eval", {"step": step, "epoch": batches.epoch, "count": len(held_out), **result})
             say(f"held out, after step {step}  " + in_words(result))
         if step % flags.checkpoint_every == 0 or step == steps or total[-1]:
             progress.step, progress.metrics_position = step, broadcast(metrics.position())
@@ -247,7 +276,11 @@ def train(flags, data: pairs.Pairs, device: torch.device, steps: int, held_out: 
     else:
         full_model.while_rank_0(lambda: os.path.exists(exported) or export_model(flags, steps))
         say(f"wrote {exported}" if found else f"{flags.out} is finished; {exported} has its model")
+        if found:
+            emit("end", {"step": steps})
     metrics.close()
+    if len(told) > 1:
+        at_trackers.close()
     return found
 
 
@@ -269,6 +302,8 @@ if __name__ == "__main__":
         world, few = runtime.world(), f"--global-batch-size {flags.global_batch_size}: fewer pairs than"
         if flags.global_batch_size < (ranks := world.world_size):
             raise ConfigError(f"{few} the {ranks} ranks that share them; give {ranks} or more")
+        if world.rank == 0:
+            logins.require_trackers(flags)
         with in_a_line():
             spec = spec_of(flags)
             if spec.task != "causal":

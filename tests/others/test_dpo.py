@@ -88,6 +88,20 @@ def test_a_run_is_the_plain_loop_and_is_written_down(ranks: Ranks, tmp_path: Pat
         assert evaluations[-1][name] == pytest.approx(held_out[name], rel=1e-5, abs=1e-6)
 
 
+def test_a_tracker_has_its_figures_through_a_resume(ranks: Ranks, tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    folder, out = save("llama", tmp_path / "model").removeprefix("hf:"), tmp_path / "out"
+    found = []
+    for steps in (2, 3):
+        found += ranks.run(_on_ranks, folder, out, steps, "--track=tensorboard")[0]
+    board = accumulator.EventAccumulator(str(out / "tensorboard"))
+    board.Reload()
+    for name in dpo.FIGURES:
+        shown = [(one.step, one.value) for one in board.Scalars(f"train/{name}")]
+        assert shown == [(step, pytest.approx(one[name])) for step, one in enumerate(found, 1)]  # it keeps fp32
+    assert [one.step for one in board.Scalars("eval/loss")] == [2, 3]
+
+
 def test_microbatches_are_one_batch_to_rounding(ranks: Ranks, tmp_path: Path) -> None:
     """Of the last step of an epoch, 2 pairs of 6, one rank's second microbatch is empty."""
     folder = save("llama", tmp_path / "model").removeprefix("hf:")
@@ -157,6 +171,8 @@ def test_what_a_program_says(tmp_path: Path) -> None:
     status, printed = on_ranks_of_its_own(2, dpo.__file__, [*words, str(out)], tmp_path, {})
     assert status == 2
     assert "of 7 pairs 1 with one answer as chosen and rejected (" in printed
+    status, printed = on_ranks_of_its_own(2, dpo.__file__, [*words, str(out), "--track=wandbb"], tmp_path, {})
+    assert (status, "--track wandbb: must be one of wandb, mlflow, tensorboard" in printed) == (2, True), printed
     held_out = tmp_path / "held-out.jsonl"  # with other names
     held_out.write_text("".join(json.dumps({"q": row["prompt"], "good": "yes", "bad": "no"}) + "\n" for row in rows))
     words += [
