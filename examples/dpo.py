@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from fsdp2 import models
-from fsdp2.checkpoint import files, full_model, restore, saver, state, store, weights
+from fsdp2.checkpoint import files, full_model, meaning, restore, saver, state, store, weights
 from fsdp2.data.loader import Batches, evaluation_batches
 from fsdp2.models import initial
 from fsdp2.options.errors import ConfigError, flag_of
@@ -47,6 +47,7 @@ from fsdp2.run.schedule import Schedule
 from fsdp2_extra.models import lora
 from fsdp2_extra.text import pairs
 from fsdp2_extra.text.mixture import by_source
+from fsdp2_extra.text.tokenizer_file import own_tokenizer
 from fsdp2_extra.trackers import listeners, logins
 from fsdp2_tools.checkpoint.adapters import read_adapters
 from fsdp2_tools.checkpoint.export import export
@@ -77,9 +78,9 @@ def parse(words=None):
     parser = Parser(prog="examples/dpo.py", description="Learn from pairs of answers.", allow_abbrev=False)
     for name in ("model", "pairs", "out"):
         parser.add_argument(name, metavar=name.upper())
-    for name, (default, check, meaning) in FLAGS.items():
+    for name, (default, check, what) in FLAGS.items():
         said = "" if default is None else f" (default: {default})"
-        parser.add_argument(flag_of(name), metavar=word_of(check), default=default, help=meaning + said)
+        parser.add_argument(flag_of(name), metavar=word_of(check), default=default, help=what + said)
     parser.add_argument("--mixed-precision", nargs="?", const="bf16", choices=["bf16"], help="compute in bf16")
     # What a training's schedule and trackers read, without a flag here.
     parser.set_defaults(max_steps=None, gamma=1.0, lr_floor=0.0, tensorboard=False)
@@ -91,13 +92,21 @@ def parse(words=None):
     return flags
 
 
-def require_same(flags, place: store.Store) -> None:
-    """Raise ConfigError on all ranks if a run would go on with other settings than it began with."""
-    began: dict[str, Any] = {}
+def require_same(flags, place: store.Store, kept: dict[str, bytes]) -> None:
+    """Raise ConfigError on all ranks if a run would go on with other settings than it began with, or another model.
+
+    kept: what stands in MODEL beside its weights and says what they mean.
+    """
+    marker: dict[str, Any] = {}
     if dist.get_rank() == 0 and (steps := place.committed()):
         with suppress(store.DamagedCheckpoint):  # restoring it says that
-            began = store.read_marker(place.checkpoint(steps[-1])).get("began", {})
-    for name, was in broadcast(began).items():
+            marker = store.read_marker(place.checkpoint(steps[-1]))
+    began, changed = broadcast((marker.get("began", {}), meaning.others(marker, kept)))
+    if changed:
+        raise ConfigError(
+            f"{flags.model}/{changed[0]}: has changed since {flags.out} began; put it back, or another OUT"
+        )
+    for name, was in began.items():
         if name in AS_IT_BEGAN and was != (now := getattr(flags, name)):
             was, now = ("none" if one is None else one for one in (was, now))
             raise ConfigError(
@@ -118,6 +127,10 @@ def spec_of(flags):
     dtype = precision.DTYPES[flags.mixed_precision or "fp32"]
     adapters = lora.Lora(flags.lora, 2.0 * flags.lora, base_dtype=dtype, weights=flags.model) if flags.lora else None
     return models.get(f"hf:{flags.model}", lora=adapters)
+
+
+def beside(flags) -> dict[str, bytes]:
+    return {name: content for name, content in spec_of(flags).files("own").items() if name != lora.FILE}
 
 
 def sharded(flags, device: torch.device, *, trained: bool):
@@ -197,7 +210,7 @@ def tracked(flags, say) -> listeners.Trackers:
 
 def train(flags, data: pairs.Pairs, device: torch.device, steps: int, held_out: pairs.Pairs | None = None, stop=None):
     place = store.Store(files.LocalFiles(f"{flags.out}/checkpoints"))
-    require_same(flags, place)
+    require_same(flags, place, kept := beside(flags))
     stop = stop or StopSignals()  # which remembers none until it is entered
     policy = sharded(flags, device, trained=True)
     reference = None if flags.lora else sharded(flags, device, trained=False)
@@ -268,7 +281,8 @@ def train(flags, data: pairs.Pairs, device: torch.device, steps: int, held_out: 
             say(f"held out, after step {step}  " + in_words(result))
         if step % flags.checkpoint_every == 0 or step == steps or total[-1]:
             progress.step, progress.metrics_position = step, broadcast(metrics.position())
-            saver.save_now(place, app, step, keep=2, info={"began": {one: getattr(flags, one) for one in AS_IT_BEGAN}})
+            began = {one: getattr(flags, one) for one in AS_IT_BEGAN}
+            saver.save_now(place, app, step, keep=2, info={"began": began, meaning.PART: meaning.hashes(kept)})
             say(f"wrote {place.checkpoint(step)}")
         if total[-1] and step < steps:
             say(f"stopped by {stop.agreed(runtime.world())} after step {step}; the same command goes on")
@@ -290,8 +304,8 @@ def in_words(figures: dict[str, float]) -> str:
 
 def export_model(flags, steps: int):
     spec, to = spec_of(flags), "peft" if flags.lora else "hf"
-    like = spec.on_meta("own"), spec.files("own")
-    adapters = read_adapters(like[1][lora.FILE], flags.out) if flags.lora else None
+    like = spec.on_meta("own"), beside(flags)
+    adapters = read_adapters(spec.files("own")[lora.FILE], flags.out) if flags.lora else None
     more = {"peft": {"task_type": "CAUSAL_LM"}, "talks": flags.pairs_as != "text"}
     export(flags.out, f"{flags.out}/model-{steps}", to, like=like, adapters=adapters, **more)
 
@@ -308,10 +322,12 @@ if __name__ == "__main__":
             spec = spec_of(flags)
             if spec.task != "causal":
                 raise ConfigError(f"{flags.model}: doesn't learn the next token, as answers need; give a causal model")
+            flags.model = str(spec.weights)  # of a name on the hub, the folder in its cache
+            tokenizer = own_tokenizer(Path(flags.model))
             how: dict[str, Any] = {"length": min(flags.seq_len, spec.positions or flags.seq_len)}
             how |= {"as_": flags.pairs_as, "drop": flags.bad_samples == "drop", "vocab_size": spec.vocab_size("own")}
-            named = by_source([one for one in (flags.pairs, flags.eval_pairs) if one], flags.chat_fields)
-            data, *held_out = [pairs.load(place, flags.model, fields=own, **how) for place, own in named]
+            places = by_source([one for one in (flags.pairs, flags.eval_pairs) if one], flags.chat_fields)
+            data, *held_out = [pairs.load(place, tokenizer, fields=own, **how) for place, own in places]
         device = runtime.pick_device("auto", world)
         with process_group(world, device), StopSignals() as stop:
             steps = flags.epochs * -(-len(data) // flags.global_batch_size)

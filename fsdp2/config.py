@@ -14,7 +14,7 @@ from fsdp2 import data, models
 from fsdp2.options import own_model
 from fsdp2.options.checks import FALLING, KEEP, check_together
 from fsdp2.options.own_model import unset
-from fsdp2.options.parser import make_parser, read_values
+from fsdp2.options.parser import flags_of_table, make_parser, read_values
 from fsdp2.options.strategies import STRATEGIES, check_strategy
 from fsdp2.options.values import (
     TRACKERS,
@@ -338,6 +338,10 @@ class Config:
     run_name: str | None = option(None, "the run's name in trackers, in place of its folder's", or_off(text))
     tag: tuple[str, ...] = option((), "a tag KEY=VALUE in trackers; repeatable", tags, metavar="KEY=VALUE", many=True)
     tensorboard: bool = option(False, "the same as --track tensorboard", switch)
+
+    def __new__(cls, **words: Any) -> Config:
+        flags_of_table(cls, {name.replace("_", "-"): value for name, value in words.items()}, cls.__name__)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         check_values(self)

@@ -68,8 +68,8 @@ def main(
     device = runtime.pick_device(config.device, world)
     check_device(config, device.type)
     examine_first(config, world, device)  # with --doctor
-    job = preflight(config, world)
-    with job.hold, process_group(world, device, config), process_settings(config) as garbage:
+    job, stop = preflight(config, world), StopSignals()
+    with stop.early(), job.hold, process_group(world, device, config), process_settings(config) as garbage:
         folder = agree(config, job, world)  # on what rank 0 has chosen: where, and from what
         runtime.set_threads(config.threads, world)
 
@@ -115,7 +115,7 @@ def main(
         watch = Watch(config, engine.model, job.run, reports.last_words)
         checkpoints = Checkpoints(config, job, app, engine, progress, device, memory, reports, watch)
         observation = observed(config, engine, checkpoints, world, device)
-        with reports, StopSignals() as stop, observation as peak_bytes, watch, checkpoints:
+        with reports, stop, observation as peak_bytes, watch, checkpoints:
             speed = Throughput(config, dataset.train, device, world.world_size)
             opening = header.lines(config, engine, dataset, world.world_size, device, job.run.path, reports.plan)
             opening += header.steps(config, batches, progress.step + schedule.course.left) + speed.lines

@@ -61,6 +61,15 @@ def test_cut_keeps_the_lines_up_to_a_checkpoint_and_its_own(tmp_path: Path, torn
     assert read(path)[-1]["again"]
 
 
+def test_the_last_steps_are_the_newest(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "m.jsonl", rank=0)
+    for step in range(1, 6):
+        file("train", {"step": step})
+        file("checkpoint", {"step": step})
+    assert [record["step"] for record in file.last_steps(2)] == [4, 5]
+    file.close()
+
+
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path / "m.jsonl", rank=1)
     file("train", {"step": 1})

@@ -48,6 +48,12 @@ def test_a_file_of_settings_is_told_the_same(tmp_path: Path) -> None:
         parse(["--config", str(tmp_path / "run.toml")])
 
 
+def test_a_program_is_told_the_same() -> None:
+    job: dict[str, Any] = {"learning_rate": 1e-5, "batch_size": 8}
+    with pytest.raises(ConfigError, match=r"^Config: learning-rate is not a flag; here it is --lr$"):
+        Config(**job)
+
+
 def test_a_models_own_configuration_is_told_from_a_runs(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}')
     with pytest.raises(ConfigError, match=r"config\.json: model_type is not a flag; .*: train it by --model hf:FOLDER"):

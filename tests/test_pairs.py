@@ -20,7 +20,7 @@ from fsdp2_extra.text.chat import open_chat
 from fsdp2_extra.text.forms import fields_of
 from fsdp2_extra.text.places import find
 from fsdp2_extra.text.reading import rows_of
-from fsdp2_extra.text.tokenizer_file import open_tokenizer
+from fsdp2_extra.text.tokenizer_file import open_tokenizer, own_tokenizer
 from fsdp2_tools.data import __main__ as command
 from tests.hostile.common import one_line
 from tests.test_chat import GENERATION, PLAIN, make_tokenizer, talk
@@ -31,12 +31,12 @@ TEXTS = {"prompt": "What is it?", "chosen": " a bird", "rejected": " a b"}
 def load(folder: Path, *rows: Any, **more: Any) -> pairs.Pairs:
     file = folder / "pairs.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return pairs.load(str(file), str(folder), more.pop("length", 64), 300, **more)
+    return pairs.load(str(file), own_tokenizer(folder), more.pop("length", 64), 300, **more)
 
 
 def said(folder: Path, split: pairs.Pairs, index: int = 0) -> list[tuple[str, str]]:
     """The text of either row, and what of it is to be written."""
-    tokenizer = open_tokenizer(str(folder) if (folder / "tokenizer.json").exists() else "bytes")
+    tokenizer = open_tokenizer(own_tokenizer(folder))
     tokens, targets = split[index]
     for row, target in zip(tokens, targets, strict=True):
         assert torch.equal(row[target != IGNORED], target[target != IGNORED])
@@ -159,7 +159,7 @@ def test_tables_hold_the_same_pairs(tmp_path: Path) -> None:
     library.Dataset.from_list(rows).to_parquet(str(tmp_path / "pairs.parquet"))
     library.Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
     for place in ("{}/pairs.parquet", "datasets:{}/pairs.parquet", "datasets:{}/pairs.json", "datasets:{}/saved"):
-        assert pairs.load(place.format(tmp_path), str(tmp_path), 64, 300).content == wanted.content
+        assert pairs.load(place.format(tmp_path), own_tokenizer(tmp_path), 64, 300).content == wanted.content
 
 
 def test_their_order_is_one_on_any_number_of_ranks(tmp_path: Path) -> None:
@@ -240,13 +240,13 @@ def test_other_files_and_models_are_one_line(tmp_path: Path) -> None:
     with pytest.raises(UnusableText, match="line 1: has a prompt that isn't in the messages of its answers; drop it"):
         load(tmp_path, other)
     with pytest.raises(UnusableText, match="its tokenizer has 252 tokens, and the model's vocabulary 64"):
-        pairs.load(str(tmp_path / "pairs.jsonl"), str(tmp_path), 64, 64)
+        pairs.load(str(tmp_path / "pairs.jsonl"), own_tokenizer(tmp_path), 64, 64)
     with pytest.raises(UnusableText, match="line 1: its prompt must be a list; give"):
         load(tmp_path, {**TEXTS, "prompt": 5})
     load(tmp_path, {**TEXTS, "prompt": "a"})
     (tmp_path / "a.json").write_text("[]")
     with pytest.raises(UnusableText, match=r"a\.json: isn't of a type .*; give it as datasets:PATH"):
-        pairs.load(str(tmp_path / "a.json"), str(tmp_path), 64, 300)
+        pairs.load(str(tmp_path / "a.json"), own_tokenizer(tmp_path), 64, 300)
     line = ["--model=llama", f"--dataset=chat:{tmp_path}/pairs.jsonl", f"--tokenizer={tmp_path}"]
     with pytest.raises(ConfigError, match=r"line 1: has a chosen and a rejected answer; examples/dpo\.py learns from"):
         check_data(parse(line))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from fsdp2.checkpoint.store import MARKER, Store
 from fsdp2.config import Config, parse
 from fsdp2.options.errors import ConfigError
 from fsdp2.options.parser import to_flags
+from fsdp2.report import planned
 from fsdp2.run import resuming
 from fsdp2.run.directory.marker import shapes_of
 from tests.harness import SMALL, Ranks, full_files, losses, main_in_ranks, of_kind, same
@@ -108,14 +110,46 @@ def test_each_flag_is_kept_told_or_may_change() -> None:
     assert {one.name.replace("_", "-") for one in dataclasses.fields(Config)} == free | told
 
 
-def test_a_checkpoint_of_before_a_flag_has_its_default() -> None:
-    now = parse(["--schedule=cosine", "--lr-floor=0.5"])
-    model, checkpoint = now.spec.on_meta(now.model_size), LocalFiles("a checkpoint")
-    flags = {flag: value for flag, value in to_flags(now).items() if flag != "lr-floor"}
+@pytest.mark.parametrize(
+    ("flag", "default"),
+    [
+        ("--lr-floor=0.5", "0.0"),
+        ("--ema=0.9", "None"),
+        ("--weight-decay=0.3", "None"),
+        ("--betas=0.8,0.9", "None"),
+        ("--optimizer-state=8bit", "None"),
+        ("--freeze=encoder.ln*", "[]"),
+    ],
+)
+def test_a_checkpoint_of_before_a_flag_has_its_default(flag: str, default: str) -> None:
+    usual = parse(line := ["--schedule=cosine", "--optimizer=adamw"])
+    model, checkpoint, name = (
+        usual.spec.on_meta(usual.model_size),
+        LocalFiles("a checkpoint"),
+        flag[2:].partition("=")[0],
+    )
+    flags = {one: value for one, value in to_flags(usual).items() if one != name}
     marker = {"model": shapes_of(model), "config": flags}
-    resuming.check_checkpoint(parse(["--schedule=cosine"]), model, checkpoint, marker)
-    with pytest.raises(ConfigError, match=r"--lr-floor 0\.5: the checkpoint to resume from was made with 0\.0; "):
-        resuming.check_checkpoint(now, model, checkpoint, marker)
+    resuming.check_checkpoint(usual, model, checkpoint, marker)
+    refused = rf"--{name} .*: the checkpoint to resume from was made with {re.escape(default)}; "
+    with pytest.raises(ConfigError, match=refused):
+        resuming.check_checkpoint(parse([*line, flag]), model, checkpoint, marker)
+
+
+# Flags of which a plan is; `FREE` of report/planned.py has those that change neither memory nor time.
+PLANNED = """model model_size dataset documents seq_len batch_size global_batch_size test_batch_size loader_workers
+    optimizer fused_optimizer optimizer_state weight_decay ema clip_grad_norm grad_accumulation grad_accumulation_sync
+    freeze lora lora_targets lora_dropout strategy replicas tp sp shard_modules shard_granularity reshard_after_forward
+    explicit_prefetching forward_prefetch backward_prefetch bucket_mb fsdp1_sharding min_wrap_params
+    fsdp1_backward_prefetch overlap_comm deepspeed_config nvme_offload mixed_precision float8 reduce_dtype cpu_offload
+    activation_checkpointing chunked_loss compile attention matmul_precision deterministic gc_every async_checkpoint
+    memory_checkpoint on_nonfinite dcp_api profile"""
+
+
+def test_each_flag_is_part_of_a_plan_or_is_free_of_it() -> None:
+    names = {name.replace("_", "-") for name in PLANNED.split()}
+    assert names & planned.FREE == set()
+    assert {one.name.replace("_", "-") for one in dataclasses.fields(Config)} == names | planned.FREE
 
 
 def test_resuming_over_the_end_of_an_epoch(train: Train, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LinearLR
 
-from fsdp2.config import Config, parse
+from fsdp2.config import SCHEDULES, Config, parse
 from fsdp2.options.errors import ConfigError
 from fsdp2.run import schedule
 from fsdp2.run.resuming import length_before
@@ -51,6 +51,7 @@ def test_by_default_the_rate_falls_after_each_epoch() -> None:
 
 def test_each_schedule_warms_up_and_ends_at_its_floor() -> None:
     flags = {"warmup_steps": 4, "lr": 1.0, "max_steps": 12, "lr_floor": 0.1}
+    assert {*SCHEDULES} == {"step", "cosine", "linear", "constant"}  # each below
     for name in ("cosine", "linear"):
         config = Config(schedule=name, **flags)  # type: ignore[arg-type]
         found = rates(config, 12, 100)
@@ -63,6 +64,13 @@ def test_each_schedule_warms_up_and_ends_at_its_floor() -> None:
     constant = Config(schedule="constant", warmup_steps=4, lr=1.0)
     assert rates(constant, 7, 2) == [0.2, 0.4, 0.6, 0.8, 1.0, 1.0, 1.0]
     assert rates(Config(warmup_steps=1, lr=1.0, gamma=0.5), 5, 2) == [0.5, 1.0, 0.5, 0.5, 0.25]
+
+
+def test_a_run_that_ends_within_its_warm_up_is_refused() -> None:
+    assert rates(Config(warmup_steps=7, epochs=2, lr=8.0), 8, 4)[:8] == [1, 2, 3, 4, 5, 6, 7, 8 * 0.85]
+    for flags in ({"epochs": 2}, {"epochs": 9, "max_steps": 8}):
+        with pytest.raises(ConfigError, match="--warmup-steps 8: the run ends after 8 steps, before its learning rate"):
+            rates(Config(warmup_steps=8, lr=1.0, **flags), 8, 4)  # type: ignore[arg-type]
 
 
 def test_epochs_say_how_long_the_run_is_where_no_steps_do() -> None:
@@ -242,7 +250,7 @@ def test_a_marker_that_says_no_length_is_not_asked_for_one(flags: dict[str, Any]
         ("--weight-decay=0.1", "use --optimizer adamw"),
         ("--weight-decay=0.1 --optimizer=adamw --strategy=fsdp1", "use --strategy fsdp2 or drop --weight-decay"),
         ("--lr-floor=0.1", "use cosine or linear"),
-        ("--warmup-steps=5 --max-steps=5", "lower the one or raise the other"),
+        ("--warmup-steps=5 --max-steps=5", "the run ends after 5 steps, before its learning rate is reached"),
         ("--schedule=cosin", "did you mean cosine"),
     ],
 )

@@ -85,11 +85,7 @@ def _check_optimizer(config: Options) -> None:
         raise ConfigError(
             f"--lr-floor with --schedule {config.schedule}: it has no floor; use {' or '.join(FALLING)}, or drop it"
         )
-    if config.warmup_steps and config.warmup_steps >= (config.max_steps or math.inf):
-        raise ConfigError(
-            f"--warmup-steps {config.warmup_steps} with --max-steps {config.max_steps}: the run would end before its "
-            "learning rate is reached; lower the one or raise the other"
-        )
+    require_reached(config.warmup_steps, config.max_steps or math.inf)
     if config.fused_optimizer and config.optimizer not in FUSED:
         raise ConfigError(
             f"--fused-optimizer with --optimizer {config.optimizer}: torch has no fused form of it for shards; use "
@@ -272,6 +268,15 @@ def _check_observing(config: Options) -> None:
         raise ConfigError(
             f"--profile with {recorded}: the trace would show the recording rather than the training; "
             "use one after the other"
+        )
+
+
+def require_reached(warmup_steps: float, steps: float) -> None:
+    """Raise ConfigError if a run of so many steps ends within its warm-up."""
+    if 1 <= steps <= warmup_steps:
+        raise ConfigError(
+            f"--warmup-steps {warmup_steps:g}: the run ends after {steps} steps, before its learning rate is reached; "
+            "give fewer, or a share of the run such as 0.03"
         )
 
 

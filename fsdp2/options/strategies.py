@@ -55,7 +55,8 @@ def _tensor_parallel_refusals(options: Options) -> Iterator[str]:
         if given:
             yield f"--tp {tp} with {flag}: {why}; drop one of them"
     if spec.splits is None:
-        yield f"--tp {tp} with --model {options.model}: it has no plan for splitting its layers; use llama, or drop it"
+        fix = f"use {'vit' if spec.kind == 'image' else 'llama'}, or drop it"
+        yield f"--tp {tp} with --model {options.model}: it has no plan for splitting its layers; {fix}"
         return
     try:
         spec.splits()
@@ -82,7 +83,8 @@ def _sequence_parallel_refusals(options: Options) -> Iterator[str]:
         if given:
             yield f"--sp {sp} with {flag}: {why}; drop one of them"
     if not spec.attends_by_name:
-        yield f"--sp {sp} with --model {options.model}: ranks can't exchange its heads for tokens; use llama"
+        why = "ranks can't exchange its heads for tokens"
+        yield f"--sp {sp} with --model {options.model}: {why}; use llama, or drop it"
     sizes = {"heads": numbers["heads"], "--seq-len": options.seq_len}
     parts, given = options.tp * sp, f"--sp {sp}" if options.tp == 1 else f"--sp {sp} x --tp {options.tp}"
     if wrong := [f"{name} {size}" for name, size in sizes.items() if size % parts]:

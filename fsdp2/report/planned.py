@@ -19,7 +19,9 @@ from fsdp2.units import printable, size
 FREE = {"run-dir", "resume", "resume-partial", "epochs", "max-steps", "seed", "lr", "gamma", "schedule", "warmup-steps"}
 FREE |= {"lr-floor", "checkpoint-every", "keep", "keep-every", "save-model", "inspect", "tensorboard", "memory-limit"}
 FREE |= {"memory-snapshot", "device", "threads", "timeout", "data-root", "verify", "init-from", "init-partial"}
-FREE |= {"keep-best", "doctor", "on-anomaly", "check-replicas", "track", "run-name", "tag"}
+FREE |= {"keep-best", "doctor", "on-anomaly", "check-replicas", "track", "run-name", "tag", "on-checkpoint-failure"}
+FREE |= {"eval-dataset", "eval-every", "bad-samples", "tokenizer", "text-field", "chat-fields", "bos", "betas"}
+FREE |= {"trust-remote-code", "lora-alpha"}
 
 
 @dataclass(frozen=True)

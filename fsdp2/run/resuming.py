@@ -153,7 +153,12 @@ def check_checkpoint(config: Config, model: nn.Module, checkpoint: Files, marker
         return  # by a program that had no flags of ours
     theirs, flags = marker.get("config", {}), to_flags(config)
     # A run of an earlier version lacks newer flags, and did what their defaults mean.
-    usual = {one.name.replace("_", "-"): one.default for one in fields(config) if one.default not in (None, ())}
+    # None is a default where the field's type has it; elsewhere it stands for one that depends on the model.
+    usual: dict[str, Any] = {
+        one.name.replace("_", "-"): [] if one.default == () else one.default
+        for one in fields(config)
+        if one.default is not None or "None" in one.type
+    }
     for flag, why in KEPT.items():
         kinds = {f"{str(one.get(flag)).partition(':')[0]}:" for one in (theirs, flags)}
         if flag == "dataset" and len(kinds) == 1 and kinds <= {*OWN}:

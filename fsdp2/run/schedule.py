@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, StepLR
 
 from fsdp2.config import Config
 from fsdp2.data.loader import Batches
-from fsdp2.options.checks import FALLING
+from fsdp2.options.checks import FALLING, require_reached
 from fsdp2.options.errors import ConfigError
 
 
@@ -85,6 +85,7 @@ class Schedule:
         self._by_epoch = config.schedule == "step" and not config.warmup_steps
         self._length = Length(config.epochs, config.max_steps, batches.global_batch)
         self.course = course(self._length, batches, 0, 0)
+        require_reached(config.warmup_steps, self.course.total)
         self.scheduler: LRScheduler
         if self._by_epoch:
             self.scheduler = StepLR(optimizer, step_size=1, gamma=config.gamma)

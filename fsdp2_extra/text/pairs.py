@@ -6,7 +6,6 @@ texts, or messages for the chat template, with the question as `prompt` or as wh
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Any
@@ -72,7 +71,7 @@ class Pairs(TorchDataset[tuple[Tensor, Tensor]]):
 
 def load(
     place: str,
-    folder: str,
+    tokenizer: str,
     length: int,
     vocab_size: int,
     fields: Fields | None = None,
@@ -84,7 +83,7 @@ def load(
 
     Args:
         place: as `--dataset chat:` takes it, or `datasets:` and what that reads.
-        folder: of a model, whose tokenizer and chat template count; bytes are tokens where it has none.
+        tokenizer: what `open_tokenizer` takes, with the chat template beside it.
         length: the most tokens that a question with an answer may have; none is cut.
         vocab_size: the model's.
         fields: how the file calls its fields, as `--chat-fields` has them; `chosen` and `rejected` too.
@@ -93,7 +92,7 @@ def load(
 
     Raises UnusableText, in one line that names the row.
     """
-    encode = _Encode(folder, {**dict(zip(ANSWERS, ANSWERS, strict=True)), **(fields or {})}, as_)
+    encode = _Encode(tokenizer, {**dict(zip(ANSWERS, ANSWERS, strict=True)), **(fields or {})}, as_)
     require_fit(encode.texts, vocab_size)
     if place.startswith(PUBLISHED):
         place = PUBLISHED + published(place.removeprefix(PUBLISHED))
@@ -132,10 +131,9 @@ def load(
 class _Encode:
     """Makes tokens of pairs, whose fields have these names; for `as_` see `load`."""
 
-    def __init__(self, folder: str, fields: Fields, as_: str | None) -> None:
-        self._folder, self.fields, self.raw, self._as = folder, fields, 0, as_
-        self.has_own = os.path.isfile(os.path.join(folder, "tokenizer.json"))
-        self.texts = open_tokenizer(folder if self.has_own else "bytes")
+    def __init__(self, tokenizer: str, fields: Fields, as_: str | None) -> None:
+        self._tokenizer, self.fields, self.raw, self._as = tokenizer, fields, 0, as_
+        self.texts = open_tokenizer(tokenizer)
         self._chat: Encoder | None = None
         self.found: set[str] = set()  # the fields of all lines
 
@@ -149,12 +147,11 @@ class _Encode:
         if texts and (self._as or ("chat" if line.get("prompt") else "text")) == "text":
             self.raw += 1
             return self._of_texts(line, row.where)
-        if not (self._chat or (self.has_own and has_template(self._folder))):
-            fix = (
-                f"put tokenizer.json and one into {self._folder}, or give texts and --pairs-as text of examples/dpo.py"
-            )
+        if not (self._chat or (self._tokenizer != "bytes" and has_template(self._tokenizer))):
+            own = "its folder" if self._tokenizer == "bytes" else self._tokenizer
+            fix = f"put tokenizer.json and one into {own}, or give texts and --pairs-as text of examples/dpo.py"
             raise UnusableText(f"{row.where}: the model has no chat template to print it with; {fix}")
-        self._chat = self._chat or open_chat(self._folder)
+        self._chat = self._chat or open_chat(self._tokenizer)
         both = self._messages(line, row.where, texts=texts)
         talks = [{"messages": one, "tools": line.get("tools")} for one in both]
         where = [f"{row.where}, {answer}" for answer in ANSWERS]

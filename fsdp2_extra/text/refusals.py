@@ -9,10 +9,7 @@ from fsdp2.run.dataset import reading_of, tokenizer_of
 from fsdp2_extra.text.mixture import opened
 from fsdp2_extra.text.prepared import Encoder
 from fsdp2_extra.text.text import check
-from fsdp2_extra.text.tokenizer_file import tokenizer_files
-
-# Forms of a tokenizer beside tokenizer.json.
-OTHER_TOKENIZERS = ("vocab.*", "merges.txt", "*.model", "tokenizer_config.json")
+from fsdp2_extra.text.tokenizer_file import own_tokenizer, tokenizer_files
 
 
 def check_own_text(config: Config, *, read: bool) -> None:
@@ -41,14 +38,11 @@ def check_own_text(config: Config, *, read: bool) -> None:
 
 def require_tokenizer(config: Config) -> None:
     """Raise ConfigError if bytes would take the place of a model's own tokenizer, which is in another form."""
-    own = config.spec.weights
-    if config.tokenizer is None and own is not None and not (own / "tokenizer.json").is_file():
-        found = sorted(file.name for form in OTHER_TOKENIZERS for file in own.glob(form))
-        if found:
-            raise ConfigError(
-                f"--model {config.model}: its tokenizer is in {found[0]}, and only a tokenizer.json is read; write one "
-                "with transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR), or say --tokenizer bytes"
-            )
+    if config.tokenizer is None and (own := config.spec.weights) is not None:
+        try:
+            own_tokenizer(own)
+        except UnusableText as error:
+            raise ConfigError(f"--model {error}, or say --tokenizer bytes") from None
 
 
 def require_mask(config: Config, encoder: Encoder) -> None:

@@ -24,6 +24,7 @@ FILES = (
 SETTINGS = "config.json"  # of a model; it names the tokens that no file of its tokenizer does
 KEPT = (*FILES, SETTINGS)
 DECLARING = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", SETTINGS)
+OTHER_FORMS = ("vocab.*", "merges.txt", "*.model", "tokenizer_config.json")  # of a tokenizer
 LONGEST_FRONT = 16  # tokens that begin a document; those that are known have at most a few
 
 
@@ -41,6 +42,18 @@ def open_tokenizer(name: str, bos: str = "auto") -> Tokenizer:
     return in_bounds(
         lambda: FromFile(file, bos), foreign(str(file), [file, *(file.parent / name for name in DECLARING)])
     )
+
+
+def own_tokenizer(folder: Path) -> str:
+    """The tokenizer of a model's folder, for `open_tokenizer`; bytes where there is none. Raises UnusableText."""
+    if (folder / "tokenizer.json").is_file():
+        return str(folder)
+    if found := sorted(file.name for form in OTHER_FORMS for file in folder.glob(form)):
+        raise UnusableText(
+            f"{folder}: its tokenizer is in {found[0]}, and only a tokenizer.json is read; write one with "
+            "transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
+        )
+    return "bytes"
 
 
 def tokenizer_files(name: str) -> dict[str, bytes]:

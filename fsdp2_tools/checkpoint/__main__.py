@@ -29,7 +29,7 @@ from fsdp2.options.errors import ConfigError
 from fsdp2.options.settings_file import read_bytes, read_table
 from fsdp2.units import printable
 from fsdp2_extra.text.tokenizer_file import tokenizer_files
-from fsdp2_tools.checkpoint.adapters import FILE, TASKS, Adapters, read_adapters
+from fsdp2_tools.checkpoint.adapters import ALONE, FILE, TASKS, Adapters, read_adapters
 from fsdp2_tools.checkpoint.card import base_on_hub, card
 from fsdp2_tools.checkpoint.diff import diff
 from fsdp2_tools.checkpoint.export import MAX_SHARD_SIZE, export
@@ -177,7 +177,10 @@ def run(arguments: argparse.Namespace) -> int:
             talks=may_talk(arguments.place),
         )
         line += f"; {without}" if without else ""
-        print(f"wrote {printable(line)}\nread it: {FORMATS[arguments.format].format(out=arguments.out)}", flush=True)
+        read = FORMATS[arguments.format].format(out=arguments.out)
+        if arguments.format == "peft" and task in ALONE:
+            read = f"{ALONE[task]}.from_pretrained({arguments.out!r}), or {read}"
+        print(f"wrote {printable(line)}\nread it: {read}", flush=True)
         if to is not None and not push(to, Path(arguments.out).absolute(), agreed=arguments.yes):
             print(f"nothing was pushed; {printable(arguments.out)} stays")
             return 1

@@ -30,6 +30,10 @@ _A, _B = ".lora_A.default.weight", ".lora_B.default.weight"
 _SAID = (_BASE, "fan_in_fan_out", "r", "lora_alpha", "target_modules")
 _ASIDE = (_BASE, "inference_mode", "peft_version", "task_type", "lora_dropout")  # which change no merged weight
 TASKS = {"causal": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM"}  # of a model -> as peft calls it
+ALONE = {
+    "causal": "AutoPeftModelForCausalLM",
+    "seq2seq": "AutoPeftModelForSeq2SeqLM",
+}  # peft's class that needs no model
 _DEFAULTS = {"peft_type": "LORA", "bias": "none", "init_lora_weights": True}
 _DEFAULTS |= {"megatron_core": "megatron.core", "qalora_group_size": 16, "layers_to_transform": None}
 

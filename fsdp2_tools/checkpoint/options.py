@@ -16,7 +16,7 @@ FORMATS = {
     "pt": "torch.load({out!r}, weights_only=True)",
     "safetensors": "safetensors.torch.load_file, or from_pretrained({out!r}) beside a config.json",
     "hf": "AutoModel….from_pretrained({out!r})",
-    "peft": "AutoPeftModelForCausalLM.from_pretrained({out!r}), or PeftModel.from_pretrained(model, {out!r})",
+    "peft": "PeftModel.from_pretrained(model, {out!r})",
     "dcp": "dcp.load(model.state_dict(), checkpoint_id={out!r})",
 }
 DTYPES = ("bf16", "fp16", "fp32")

@@ -30,9 +30,9 @@ def shown_pairs(config: Config, count: int) -> list[str] | None:
         first = next(rows_of(found(place, (".jsonl", ".parquet"))[0], fields), None)
     if first is None or not isinstance(first.content, dict) or form_of(first.content, fields) != "pairs":
         return None
-    folder, words = tokenizer_of(config), config.spec.vocab_size(config.model_size) or 0
-    data = pairs.load(place, folder, config.seq_len, words, fields, drop=config.bad_samples == "drop")
-    decode, lines = open_tokenizer(folder).decode, [f"pairs: {data.about}"]
+    tokenizer, words = tokenizer_of(config), config.spec.vocab_size(config.model_size) or 0
+    data = pairs.load(place, tokenizer, config.seq_len, words, fields, drop=config.bad_samples == "drop")
+    decode, lines = open_tokenizer(tokenizer).decode, [f"pairs: {data.about}"]
     for number in range(min(count, len(data))):
         lines.append(f"pair {number + 1} of {len(data):,}")
         for answer, tokens, targets in zip(pairs.ANSWERS, *data[number], strict=True):

@@ -18,6 +18,7 @@ from examples import dpo
 from fsdp2.options.errors import ConfigError
 from fsdp2.run.process.signals import StopSignals
 from fsdp2_extra.text import pairs
+from fsdp2_extra.text.tokenizer_file import own_tokenizer
 from tests.harness import Ranks, python_environment
 from tests.others.common import plain, save
 from tests.others.test_examples import CPU, PAIRS, _batches, _norm_on_two_ranks
@@ -28,7 +29,7 @@ STEPS = 6
 
 
 def _pairs(folder: str) -> pairs.Pairs:
-    return pairs.load(str(PAIRS), folder, 64, 256, as_="text")
+    return pairs.load(str(PAIRS), own_tokenizer(Path(folder)), 64, 256, as_="text")
 
 
 def _on_ranks(folder: str, out: Path, steps: int, *more: str) -> list[dict[str, float]]:
@@ -149,6 +150,49 @@ def _refused(folder: str, out: Path, *more: str) -> str:
     with pytest.raises(ConfigError) as refusal:
         _on_ranks(folder, out, 4, *more)
     return str(refusal.value)
+
+
+def test_with_another_configuration_of_its_model_a_run_does_not_go_on(ranks: Ranks, tmp_path: Path) -> None:
+    folder, out = save("llama", tmp_path / "model").removeprefix("hf:"), tmp_path / "out"
+    ranks.run(_on_ranks, folder, out, 1)
+    file = Path(folder) / "config.json"
+    said = file.read_text()
+    file.write_text(said.replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 0.5'))
+    assert file.read_text() != said
+    for refusal in ranks.run(_refused, folder, out):
+        assert refusal == f"{folder}/config.json: has changed since {out} began; put it back, or another OUT"
+    file.write_text(said)
+    assert len(ranks.run(_on_ranks, folder, out, 2)[0]) == 1
+
+
+def test_a_model_by_its_name_has_its_own_tokenizer(tmp_path: Path) -> None:
+    snapshot = tmp_path / "hub" / "hub" / "models--a--b" / "snapshots" / ("0" * 40)
+    save("llama", snapshot, vocab_size=300)
+    make_tokenizer(snapshot, PLAIN)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("0" * 40)
+    pair = {"chosen": "What is it? It is a bird.", "rejected": "What is it? It is a b."}
+    (tmp_path / "pairs.jsonl").write_text((json.dumps(pair) + "\n") * 4)
+    environment = {"HF_HOME": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1", "HOME": str(tmp_path)}
+
+    def run(name: str, out: str) -> tuple[int, str]:
+        command = [sys.executable, dpo.__file__, name, "pairs.jsonl", out]  # new, since the hub's library reads HF_HOME
+        done = subprocess.run(
+            command, env=python_environment() | environment, cwd=tmp_path, capture_output=True, text=True, timeout=120
+        )
+        return done.returncode, done.stdout + done.stderr
+
+    said: list[list[str]] = []
+    for name in (str(snapshot), "a/b", f"~/{snapshot.relative_to(tmp_path)}"):
+        status, printed = run(name, f"out-{len(said)}")
+        assert status == 0, printed
+        said.append([line for line in printed.splitlines() if line.startswith(("pairs: ", "step "))])
+    assert len(said[0]) == 2
+    assert said[1:] == said[:1] * 2
+    (snapshot / "tokenizer.json").rename(snapshot / "vocab.json")
+    status, printed = run("a/b", "out")
+    assert status == 2
+    assert "its tokenizer is in " in printed
 
 
 def test_without_its_adapters_a_run_does_not_go_on(ranks: Ranks, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from fsdp2.data.splits import IGNORED
 from fsdp2.options.errors import ConfigError
 from fsdp2_extra.models import blocks, lora
 from fsdp2_extra.text import pairs
+from fsdp2_extra.text.tokenizer_file import own_tokenizer
 from tests.harness import Ranks, same
 from tests.hostile.common import change_values
 from tests.others.common import plain, save
@@ -120,7 +121,7 @@ def test_own_loop_saves_on_all_ranks_when_one_is_asked_to_stop(ranks: Ranks, tmp
 
 
 def _pairs(folder: str) -> pairs.Pairs:
-    return pairs.load(str(PAIRS), folder, 64, 256, as_="text")
+    return pairs.load(str(PAIRS), own_tokenizer(Path(folder)), 64, 256, as_="text")
 
 
 def _flags(folder: str, out: Path, *more: str) -> Any:

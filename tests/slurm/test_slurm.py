@@ -198,6 +198,28 @@ def test_a_job_whose_time_is_over_is_queued_again_and_goes_on_bit_for_bit(
 
 @pytest.mark.slow
 @TASKS_PER_NODE
+def test_a_job_whose_time_is_over_while_its_ranks_start_saves_all_the_same(
+    tmp_path: Path, slurm: dict[str, str], tasks: int
+) -> None:
+    run, log = tmp_path / "run", tmp_path / "job.log"
+    flags = small(run, "--checkpoint-every=100000", "--max-steps=3000", "--no-save-model")
+    job = _submit(slurm, log, tasks, *flags)
+    while not log.exists() or f"fsdp2: job {job}, start 1, on" not in log.read_text():
+        time.sleep(0.1)
+    for _ in range(2):  # the first before a rank can hear, the second while the script asks them already
+        time.sleep(1)
+        _slurm(["scancel", "--batch", "--signal=USR1", job], slurm)
+    while not (run / "metrics.jsonl").exists() or not metrics(run, "resume"):
+        assert _slurm(["squeue", "-h", "-j", job, "-o", "%T"], slurm), log.read_text()
+        time.sleep(0.3)
+    (resumed,) = metrics(run, "resume")
+    assert resumed["step"] < 1000, "nobody was asked before the time was really over"
+    assert f"SIGUSR1: saved at step {resumed['step']} after" in log.read_text()
+    assert log.read_text().count("is in the queue again and goes on from its newest checkpoint") == 1
+
+
+@pytest.mark.slow
+@TASKS_PER_NODE
 def test_a_preempted_job_saves_in_its_grace_and_is_queued_again(
     tmp_path: Path, slurm: dict[str, str], tasks: int
 ) -> None:

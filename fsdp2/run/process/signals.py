@@ -8,6 +8,8 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -45,6 +47,18 @@ class StopSignals:
         found = [(its_node, reason) for its_node, reason in gather((node, self.reason)) if reason]
         own = [reason for its_node, reason in found if its_node == node]
         return own[0] if own else found[0][1] + ELSEWHERE
+
+    @contextmanager
+    def early(self) -> Iterator[None]:
+        """Remember SIGUSR1, which asks for a save alone, before there is a step; the others end a run that starts."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.signal(signal.SIGUSR1, self._remember)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGUSR1, before)
 
     def __enter__(self) -> StopSignals:
         # Python allows handlers in the main thread alone; elsewhere the launcher owns the signals.
