@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import inspect
 import json
 import os
 import random
@@ -24,7 +23,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from fsdp2.run.process.runtime import PR_SET_PDEATHSIG
 from migration.prove.recorder import Enough, Recorder
-from migration.prove.stand_in import stand_in
+from migration.prove.stand_in import patched, stand_in
 
 DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 RESHARDING = {
@@ -84,18 +83,6 @@ def without_dropout() -> AbstractContextManager[Any]:
     return mock.patch.multiple(nn.functional, **every)
 
 
-def _fsdp1_with(change: Callable[[dict[str, Any]], None]) -> AbstractContextManager[Any]:
-    theirs = FullyShardedDataParallel.__init__
-    signature = inspect.signature(theirs)
-
-    def replacement(self: FullyShardedDataParallel, module: nn.Module, *arguments: Any, **named: Any) -> None:
-        given = signature.bind(self, module, *arguments, **named).arguments
-        change(given)
-        theirs(**given)
-
-    return mock.patch.object(FullyShardedDataParallel, "__init__", replacement)
-
-
 def _resharding(given: dict[str, Any]) -> None:
     strategy: Any = given.get("sharding_strategy")
     given["sharding_strategy"] = RESHARDING.get(strategy, strategy)
@@ -123,8 +110,8 @@ def _on_the_device() -> AbstractContextManager[Any]:
 
 # How programs run without what makes them differ. FSDP1 does the same mathematics by a path that hasn't the fault.
 CURES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "reshard": lambda: _fsdp1_with(_resharding),
-    "together": lambda: _fsdp1_with(_together),
+    "reshard": lambda: patched(FullyShardedDataParallel, "__init__", _resharding),
+    "together": lambda: patched(FullyShardedDataParallel, "__init__", _together),
     "moments": _on_the_device,
     "seed": ExitStack,  # all ranks draw the same numbers
     "slow": lambda: mock.patch.object(torch.backends.mha, "get_fastpath_enabled", bool),

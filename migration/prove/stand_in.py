@@ -79,7 +79,8 @@ class _Nothing:
     def __exit__(self, *_: object) -> None: ...
 
 
-def _with(holder: Any, name: str, change: Callable[[dict[str, Any]], None]) -> Any:
+def patched(holder: Any, name: str, change: Callable[[dict[str, Any]], None]) -> Any:
+    """Change what a function is called with, by its parameters' names, while this is entered."""
     theirs = getattr(holder, name)
     signature = inspect.signature(theirs)
 
@@ -138,17 +139,17 @@ def stand_in(rank: int, devices: int) -> ExitStack:
             stack.enter_context(mock.patch.object(holder, name, known))
     # FSDP1's HYBRID_SHARD makes a shard group of the devices of a node.
     stack.enter_context(mock.patch.object(torch.cpu, "device_count", return_value=devices))
-    stack.enter_context(_with(dist, "init_process_group", _set(backend="gloo", device_id=None)))
-    stack.enter_context(_with(dist, "new_group", _set(backend="gloo", device_id=None)))
-    stack.enter_context(_with(DeviceMesh, "__init__", _on_cpu("device_type")))
+    stack.enter_context(patched(dist, "init_process_group", _set(backend="gloo", device_id=None)))
+    stack.enter_context(patched(dist, "new_group", _set(backend="gloo", device_id=None)))
+    stack.enter_context(patched(DeviceMesh, "__init__", _on_cpu("device_type")))
     # FSDP1's CPU offload would add up all steps' gradients here: by their device it tells whether it has moved them.
-    stack.enter_context(_with(FullyShardedDataParallel, "__init__", _set(device_id=CPU, cpu_offload=None)))
+    stack.enter_context(patched(FullyShardedDataParallel, "__init__", _set(device_id=CPU, cpu_offload=None)))
     # FSDP1 refuses sync_module_states=True on a CPU, where gloo can broadcast as well. Its check has no public name.
     stack.enter_context(mock.patch("torch.distributed.fsdp._init_utils._check_module_states_for_sync_module_states"))
-    stack.enter_context(_with(DistributedDataParallel, "__init__", _set(device_ids=None, output_device=None)))
-    stack.enter_context(_with(DataLoader, "__init__", _set(pin_memory=False)))
+    stack.enter_context(patched(DistributedDataParallel, "__init__", _set(device_ids=None, output_device=None)))
+    stack.enter_context(patched(DataLoader, "__init__", _set(pin_memory=False)))
     for holder in (torch.autocast, torch.amp.GradScaler):
-        stack.enter_context(_with(holder, "__init__", _on_cpu("device_type", "device")))
+        stack.enter_context(patched(holder, "__init__", _on_cpu("device_type", "device")))
     stack.enter_context(mock.patch.object(nn.Module, "to", _module_to(nn.Module.to)))
     stack.enter_context(mock.patch.object(nn.Module, "cuda", lambda module, *_: module))
     stack.enter_context(_OnTheCpu())
