@@ -100,7 +100,8 @@ def _whole_or_sharded(name: str, tensor: Tensor) -> Part:
     if isinstance(tensor, DTensor):
         (chunk,) = tensor.__create_chunk_list__()  # what torch's own checkpoints go by
         index = torch.zeros((), dtype=torch.int64)
-        for size, offset, stride in zip(chunk.sizes, chunk.offsets, _strides(tensor.shape), strict=True):
+        strides = torch.empty(tensor.shape, device="meta").stride()
+        for size, offset, stride in zip(chunk.sizes, chunk.offsets, strides, strict=True):
             index = index.unsqueeze(-1) + (torch.arange(size) + offset) * stride
         local = tensor.to_local()
         # A gradient that is still a part of a sum on each rank is added up, as the optimizer does next: a collective,
@@ -111,13 +112,6 @@ def _whole_or_sharded(name: str, tensor: Tensor) -> Part:
     return Part(
         name, id(tensor), tensor.flatten(), torch.arange(tensor.numel()), None if grad is None else grad.flatten()
     )
-
-
-def _strides(shape: torch.Size) -> list[int]:
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.insert(0, strides[0] * size)
-    return strides[-len(shape) :] if shape else []
 
 
 def fsdp_facts(roots: list[nn.Module]) -> dict[str, bool]:
