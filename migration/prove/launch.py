@@ -17,14 +17,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from fsdp2.run.process.ending import lost_peer
 from migration.prove.rank import SPAWNS
 from migration.prove.record import Record
 
 GRACE = 20.0  # seconds for the other ranks when one has ended
 START = "from migration.prove.rank import main; main()"  # by import, so that it can be pickled for spawned ranks
 SHOWN = 12  # lines of a failed rank
-# Of a rank that fails because another one did.
-ECHOES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
 
 
 class Failed(RuntimeError):
@@ -113,7 +112,7 @@ class Program:
             if code := process.poll():
                 lines = _end_of(folder / f"err-{rank}")
                 how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
-                ends.append((any(echo in line for line in lines[-3:] for echo in ECHOES), rank, how, lines))
+                ends.append((any(map(lost_peer, lines[-3:])), rank, how, lines))  # who fails because another did, last
         _, rank, how, lines = min(ends)
         last = next((line for line in reversed(lines) if line.strip()), "it printed nothing")
         if re.search("NVIDIA|CUDA|GPU|nccl|accelerator", last) and not self.stand_in:
