@@ -71,10 +71,8 @@ def convert(place: Path, out: str, choice: Choice) -> Converted:
         )
         kinds = {str(path[-1]) for path in entries if path[1:3] == ("optim", "state")}
         parameters = choice.parameters or may_be_parameters(origin.model())
-        lines, narrow = (
-            _lines(origin, out) + nonfinite,
-            [entry for entry in entries.values() if is_not_fp32(entry.meta)],
-        )
+        lines = _lines(origin, out) + nonfinite
+        narrow = [entry for entry in entries.values() if is_not_fp32(entry.meta)]
         if narrow:
             lines.append(
                 f"{len(narrow)} tensors, such as {narrow[0].where}, are not fp32, which training here keeps: "
@@ -113,8 +111,8 @@ def _lines(origin: Origin, out: str) -> list[str]:
     state = {path[1] for path in optimizer if path[0] == "state"}
     what = f"{len(model)} tensors of a model"
     if optimizer:
-        groups = {path[1] for path in optimizer if path[0] == "param_groups"}
-        what += f", optimizer state of {len(state)} parameters in {len(groups)} group{'s' * (len(groups) > 1)}"
+        groups = len(origin.groups())
+        what += f", optimizer state of {len(state)} parameters in {groups} group{'s' * (groups > 1)}"
     why = origin.step_from or ("since nothing says which" if optimizer else "since the optimizer starts fresh")
     step = f"step {origin.step}, {why}"
     lines.append(f"wrote {out}: {what}; {step}")
@@ -125,10 +123,5 @@ def _lines(origin: Origin, out: str) -> list[str]:
 
 
 def _without_state(origin: Origin, state: set[str | int]) -> list[str]:
-    members = [
-        name
-        for path, entry in origin.entries.items()
-        if path[1:3] == ("optim", "param_groups") and path[-1] == "params"
-        for name in entry.read()
-    ]
+    members = [name for group in origin.groups() for name in group["params"]]
     return [name for name in members if name not in state] if state else []
