@@ -6,6 +6,7 @@ import re
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import libcst as cst
 
@@ -44,6 +45,15 @@ class Undecided(Exception):
         self.code, self.why, self.node, self.module = code, why, node, module
         self.blocking = blocking
         self.leftover = False  # a use that no rule has taken
+
+
+def guarded(problems: list[Undecided], step: Callable[..., None], *given: Any) -> None:
+    """Take a step that concerns no constructor, or note what of it is left to decide."""
+    try:
+        step(*given)
+    except Undecided as problem:
+        problem.blocking = False
+        problems.append(problem)
 
 
 @dataclass
@@ -86,9 +96,6 @@ class Edits:
                 raise ValueError(f"two texts for one place: {self.module.text[span[0] : span[1]]!r}")
         self._edits.append(_Edit(*span, text, kept))
 
-    def has(self, span: Span) -> bool:
-        return any((known.start, known.end) == span for known in self._edits)
-
     def covers(self, node: cst.CSTNode) -> bool:
         start, end = self.module.span(node)
         return any(known.covers(start, end) for known in self._edits)
@@ -111,7 +118,7 @@ class Edits:
         if isinstance(statement, cst.FunctionDef) or not self.module.indent(statement):  # with the empty lines above
             above = re.search(r"(?:(?<=\n)[ \t]*\r?\n)*$", self.module.text[:start])
             start -= len(above[0]) if above else 0
-        if not self.has((start, end)):
+        if not any((known.start, known.end) == (start, end) for known in self._edits):
             self._edits.append(_Edit(start, end, lambda: self._gone(statement)))
             self.removed.append(statement)
 

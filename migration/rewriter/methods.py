@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from functools import partial
 
 import libcst as cst
 
-from migration.rewriter.edits import Undecided, call
+from migration.rewriter.edits import Undecided, call, guarded
 from migration.rewriter.module import Module
 from migration.rewriter.names import compared, in_annotation
 from migration.rewriter.rewriting import FSDP, constant
@@ -29,20 +27,12 @@ EVALUATES = re.compile(r"\.eval\(|no_grad|inference_mode")
 
 def move(scene: Scene) -> list[Undecided]:
     problems: list[Undecided] = []
-
-    def guarded(step: Callable[[], None]) -> None:
-        try:
-            step()
-        except Undecided as problem:
-            problem.blocking = False
-            problems.append(problem)
-
     for module in scene.modules:
         _instances(scene, module)
         for attribute in module.all(cst.Attribute):
-            guarded(partial(_attribute, scene, module, attribute))
+            guarded(problems, _attribute, scene, module, attribute)
         for node in module.all(cst.Call):
-            guarded(partial(_call, scene, module, node))
+            guarded(problems, _call, scene, module, node)
     for node, module in scene.calls:
         for made in optimizers_before(module, node):
             problems.append(Undecided("FC14", BY_CODE["FC14"].note, made, module, blocking=False))

@@ -6,14 +6,12 @@ Their kind is plain where a `with` statement around them says it, or nothing doe
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import libcst as cst
 
 from migration.options import CLASS
-from migration.rewriter.edits import Edits, Undecided, call
+from migration.rewriter.edits import Edits, Undecided, call, guarded
 from migration.rewriter.module import Module
 from migration.rewriter.rewriting import constant
 from migration.rewriter.scene import Scene
@@ -56,19 +54,12 @@ class StateDicts:
         calls = [(module, *found) for module in self.scene.modules for found in self.scene.static_calls(module)]
         for step in (self._setting, self._optimizers):
             for module, node, method in calls:
-                self._guarded(partial(step, module, node, method))
+                guarded(self.problems, step, module, node, method)
         for module in self.scene.modules:
             for node in module.all(cst.Call):
                 if isinstance(node.func, cst.Attribute) and node.func.attr.value in ("state_dict", "load_state_dict"):
-                    self._guarded(partial(self._models, module, node, node.func))
+                    guarded(self.problems, self._models, module, node, node.func)
         return self.problems
-
-    def _guarded(self, step: Callable[[], None]) -> None:
-        try:
-            step()
-        except Undecided as problem:
-            problem.blocking = False
-            self.problems.append(problem)
 
     # --- which kind ---
 
