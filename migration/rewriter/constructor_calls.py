@@ -10,6 +10,7 @@ import libcst as cst
 from migration.options import CLASS, SECTIONS
 from migration.rewriter import precision
 from migration.rewriter.edits import Undecided
+from migration.rewriter.imports import imported
 from migration.rewriter.module import Module
 from migration.rewriter.program import Program
 from migration.rewriter.rewriting import FSDP, Rewriting, constant
@@ -56,10 +57,6 @@ class Plan:
     condition: str = ""
     least: str = ""  # or so many parameters, from which on a module is an inner group
     after: list[str] = field(default_factory=list)
-
-    @property
-    def simple(self) -> bool:
-        return not (self.before or self.condition or self.least or self.after)
 
 
 class Construction:
@@ -204,21 +201,10 @@ class Construction:
 
     def _dist(self) -> str:
         """The name of torch.distributed here."""
-        return self.edits.modules.setdefault("torch.distributed", self._alias("torch.distributed", "dist"))
-
-    def _alias(self, package: str, fallback: str) -> str:
-        for statement in self.module.all(cst.Import):
-            for alias in statement.names:
-                if alias.evaluated_name == package and self.module.function(statement) is None:
-                    return alias.evaluated_alias or package
-        for imported in self.module.all(cst.ImportFrom):
-            if isinstance(imported.names, cst.ImportStar) or self.module.function(imported) is not None:
-                continue
-            for alias in imported.names:
-                source = cst.helpers.get_full_name_for_node(imported.module) if imported.module else ""
-                if f"{source}.{alias.evaluated_name}" == package:
-                    return alias.evaluated_alias or alias.evaluated_name
-        return fallback
+        ways = (("", "torch.distributed"), ("torch", "distributed"))
+        known = [one for one in imported(self.module) if self.module.function(one.statement) is None]
+        found = (one.bound for way in ways for one in known if (one.package, one.name) == way)
+        return self.edits.modules.setdefault("torch.distributed", next(found, "dist"))
 
     def _device(self, plan: Plan) -> None:
         """FSDP1 takes the device for its own; FSDP2 the mesh's, and of GPUs the one that is set."""

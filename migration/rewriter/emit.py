@@ -29,10 +29,10 @@ class Emission:
         shape, target = self._shape()
         given = self.made.rewriting.code(self.made.args["module"], self.module)
         named = DOTTED.fullmatch(given) is not None
-        model = given if named else target if target else self._name("model")
+        model = given if named else target if target else self._name()
         self.made.rewriting.named.setdefault(id(self.statement), set()).add(model)
         plan = self.made.plan(model)
-        if plan.simple:
+        if not (plan.before or plan.condition or plan.least or plan.after):
             self._simple(shape, target, given, plan)
             return
         if self.statement is None or shape == "deep" or len(self.statement.body) > 1:
@@ -40,7 +40,7 @@ class Emission:
         self._remark()
         lines = [] if named else [f"{model} = {given}"]
         lines += self._lines(plan, model)
-        root = self._call(plan, model, plan.options)
+        root = self._call(model, plan.options)
         if shape == "assign":
             lines.append(root if target == model else f"{target} = {root}")
             lines += plan.after
@@ -68,7 +68,7 @@ class Emission:
 
     def _simple(self, shape: str, target: str, given: str, plan: Plan) -> None:
         """No line but the call itself: it stays where it stands."""
-        root = self._call(plan, given, plan.options)
+        root = self._call(given, plan.options)
         assigned = self.module.parent(self.node)
         if shape == "assign" and target == given and self.statement is not None and assigned is not None:
             self._remark()
@@ -97,17 +97,15 @@ class Emission:
             return "return", ""
         return "deep", ""
 
-    def _name(self, wanted: str) -> str:
-        function = self.module.function(self.node) or self.module.tree
-        taken = {name.value for name in self.module.within(function, cst.Name)}
+    def _name(self) -> str:
         # Another call in the same statement has its model under its name until the statement is done.
-        taken |= self.made.rewriting.named.get(id(self.statement), set())
-        for name in (wanted, f"sharded_{wanted}", f"fsdp_{wanted}", *(f"{wanted}_{n}" for n in range(2, 10))):
+        taken = self.made.taken | self.made.rewriting.named.get(id(self.statement), set())
+        for name in ("model", "sharded_model", "fsdp_model", *(f"model_{n}" for n in range(2, 10))):
             if name not in taken:
                 return name
-        raise Undecided("FA01", f"no name is free for the {wanted}", self.node, self.module)
+        raise Undecided("FA01", "no name is free for the model", self.node, self.module)
 
-    def _call(self, plan: Plan, model: str, options: dict[str, str]) -> str:
+    def _call(self, model: str, options: dict[str, str]) -> str:
         self.edits.need(FSDP, "fully_shard")
         order = ("mesh", "reshard_after_forward", "mp_policy", "offload_policy", "ignored_params")
         return call("fully_shard", [model, *(f"{name}={options[name]}" for name in order if name in options)])
@@ -123,7 +121,7 @@ class Emission:
             options = [f"{name}={text}" for name, text in {**plan.options, **plan.inner}.items()]
             lines.append(call("shard_by_size", [model, plan.least, *options]))
         elif plan.condition:
-            shard = self._call(plan, self.made.variable, {**plan.options, **plan.inner})
+            shard = self._call(self.made.variable, {**plan.options, **plan.inner})
             lines.append(
                 f"for {self.made.variable} in reversed(list({model}.modules())[1:]):\n"
                 f"    if {plan.condition}:\n" + textwrap.indent(shard, "        ")
