@@ -16,10 +16,6 @@ class _Bare(cst.CSTTransformer):
         equal = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
         return updated_node.with_changes(annotation=None, equal=equal)
 
-    def leave_AnnAssign(self, original_node: cst.AnnAssign, updated_node: cst.AnnAssign) -> cst.Assign:  # noqa: N802
-        assert updated_node.value is not None  # a declaration alone would say nothing without its annotation
-        return cst.Assign([cst.AssignTarget(updated_node.target)], updated_node.value)
-
     def leave_FunctionDef(  # noqa: N802  the names are libcst's
         self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef
     ) -> cst.FunctionDef:

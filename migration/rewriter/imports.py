@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -198,12 +199,8 @@ def _anchor(module: Module) -> cst.SimpleStatementLine | None:
 
 def _leading(module: Module, line: cst.SimpleStatementLine) -> bool:
     """Return whether only imports, strings, assignments and try blocks stand above."""
-    for statement in module.tree.body:
-        if statement is line:
-            return True
-        if isinstance(statement, (cst.FunctionDef, cst.ClassDef, cst.For, cst.While)):
-            return False
-    return False
+    above = itertools.takewhile(lambda one: one is not line, module.tree.body)
+    return not any(isinstance(one, (cst.FunctionDef, cst.ClassDef, cst.For, cst.While)) for one in above)
 
 
 def _top(module: Module) -> int:

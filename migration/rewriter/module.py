@@ -69,7 +69,8 @@ class Module:
             self._of_type: dict[type, list[int]] = {}
             self._number(self.tree)
         except cst.ParserSyntaxError as error:
-            cell, line, _ = source.place(self._offset_in(text, error.raw_line, 0))
+            starts = self._line_starts(text)
+            cell, line, _ = source.place(starts[min(max(error.raw_line, 1), len(starts)) - 1])
             where = f"cell {cell}, line {line}" if cell is not None else f"line {line}"
             raise Unreadable(f"{where}: not Python: {printable(error.message)}") from None
         except RecursionError:
@@ -90,10 +91,6 @@ class Module:
     def _line_starts(text: str) -> list[int]:
         # Not splitlines(): Python's lines end at \n, \r\n or \r alone.
         return [0, *(match.end() for match in re.finditer(r"\r\n|\n|\r", text))]
-
-    def _offset_in(self, text: str, line: int, column: int) -> int:
-        starts = self._line_starts(text)
-        return starts[min(max(line, 1), len(starts)) - 1] + column
 
     @property
     def path(self) -> Path:
@@ -217,9 +214,7 @@ class Module:
         return self._named.get((kind, name), [])
 
     def within(self, node: cst.CSTNode, *kinds: type[cst.CSTNode]) -> list[Any]:
-        if id(node) in self._spans:
-            return self._between(*self._spans[id(node)], kinds)
-        return [found for found in self._walk(node) if isinstance(found, kinds)]  # one that isn't of the text
+        return self._between(*self._spans[id(node)], kinds)
 
     def _between(self, start: int, end: int, kinds: tuple[type[cst.CSTNode], ...]) -> list[cst.CSTNode]:
         lists = [numbers for kind, numbers in self._of_type.items() if issubclass(kind, kinds)]
@@ -245,11 +240,6 @@ class Module:
             self._parents[child] = node
             self._number(child)
         self._spans[id(node)] = start, len(self._all)
-
-    def _walk(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-        yield node
-        for child in children(node):
-            yield from self._walk(child)
 
     # --- what names are ---
 

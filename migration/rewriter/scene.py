@@ -15,7 +15,6 @@ from migration.rewriter.module import Module
 from migration.rewriter.objects import STATIC
 from migration.rewriter.rewriting import Rewriting, constant
 from migration.rewriter.symbols import CLASS
-from migration.rewriter.values import Values
 
 # Names that a model has from FSDP1's class alone, but for those that methods.py moves by themselves.
 ON_MODELS = {*STATIC, "check_is_root"}
@@ -28,10 +27,6 @@ class Scene:
     flow: Flow
     interface: bool = False  # the program keeps FSDP1's interface, and its models have FSDP1's methods
     travels: bool = False  # the class goes somewhere, so that there are models that aren't followed
-
-    @property
-    def values(self) -> Values:
-        return self.rewriting.values
 
     @property
     def modules(self) -> list[Module]:

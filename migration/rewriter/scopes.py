@@ -143,10 +143,7 @@ class Scopes:
         self._each(node, scope)
         self._annotation -= 1
 
-    def _attribute(self, node: cst.Attribute, scope: Scope) -> None:
-        self._visit(node.value, scope)
-
-    def _arg(self, node: cst.Arg, scope: Scope) -> None:
+    def _value(self, node: cst.Attribute | cst.Arg, scope: Scope) -> None:
         self._visit(node.value, scope)
 
     def _target(self, node: cst.CSTNode, scope: Scope) -> None:
@@ -267,8 +264,6 @@ _VISITS: dict[type, Callable[..., None]] = {
     cst.Name: Scopes._name,
     cst.SimpleString: Scopes._string,
     cst.Annotation: Scopes._annotated,
-    cst.Attribute: Scopes._attribute,
-    cst.Arg: Scopes._arg,
     cst.AsName: Scopes._as,
     cst.Import: Scopes._import,
     cst.ImportFrom: Scopes._import,
@@ -277,6 +272,7 @@ _VISITS: dict[type, Callable[..., None]] = {
     cst.ClassDef: Scopes._class,
     cst.Global: Scopes._nothing,
     cst.Nonlocal: Scopes._nothing,
+    **dict.fromkeys((cst.Attribute, cst.Arg), Scopes._value),
     **dict.fromkeys((cst.AssignTarget, cst.AugAssign, cst.AnnAssign, cst.For, cst.NamedExpr), Scopes._targeted),
     **dict.fromkeys((cst.ListComp, cst.SetComp, cst.DictComp, cst.GeneratorExp), Scopes._comprehension),
     **dict.fromkeys((cst.MatchAs, cst.MatchStar, cst.MatchMapping), Scopes._match),

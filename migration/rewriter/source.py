@@ -189,9 +189,7 @@ def find(paths: Sequence[str | os.PathLike[str]]) -> tuple[list[Path], list[str]
 
 def _below(folder: Path) -> Iterator[Path]:
     for place, folders, files in os.walk(folder):
-        folders[:] = sorted(
-            name for name in folders if name not in {*SKIPPED, INTERFACE} and not name.endswith(".egg-info")
-        )
+        folders[:] = sorted(name for name in folders if name not in SKIPPED and not name.endswith(".egg-info"))
         yield from (Path(place) / name for name in sorted(files) if name.endswith(SUFFIXES))
 
 
