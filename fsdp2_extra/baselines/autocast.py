@@ -7,14 +7,15 @@ for each operation: other arithmetic, close results.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch import nn
 
+from fsdp2.parallel.autocast import autocast
 from fsdp2.parallel.engine import Engine, Microbatch
-from fsdp2.parallel.rules import Options
+from fsdp2.parallel.optimizer import make_optimizer
+from fsdp2.parallel.precision import gradient_scaler
+from fsdp2.parallel.rules import Options, Start
 
 
 def reduces_in_fp32(options: Options) -> Iterator[str]:
@@ -29,15 +30,10 @@ def reduces_in_fp32(options: Options) -> Iterator[str]:
 class AutocastEngine(Engine):
     """A strategy whose model doesn't cast by itself: the forward runs under autocast."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        scaler: torch.amp.GradScaler,
-        context: AbstractContextManager[object],
-    ) -> None:
-        super().__init__(model, optimizer, scaler)
-        self.autocast = context
+    def __init__(self, model: nn.Module, options: Options, start: Start) -> None:
+        kind, compute = start.device.type, options.mixed_precision
+        super().__init__(model, make_optimizer(options, model.parameters()), gradient_scaler(kind, compute))
+        self.autocast = autocast(kind, compute)
 
     def forward(self, batch: Microbatch) -> Any:
         with self.autocast:

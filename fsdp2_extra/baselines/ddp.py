@@ -11,11 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp2.parallel.autocast import autocast
 from fsdp2.parallel.engine import Microbatch
 from fsdp2.parallel.mesh import make_mesh
-from fsdp2.parallel.optimizer import make_optimizer
-from fsdp2.parallel.precision import gradient_scaler
 from fsdp2.parallel.rules import Baseline, Options, Start
 from fsdp2_extra.baselines.autocast import AutocastEngine, reduces_in_fp32
 from fsdp2_extra.baselines.starting import whole_model
@@ -53,11 +50,7 @@ class DDPEngine(AutocastEngine):
 def build(options: Options, start: Start) -> DDPEngine:
     """A model with initial or loaded weights, copied to each rank by DDP. A collective call."""
     mesh = make_mesh(start.device.type, start.world_size)
-    model = whole_model(options, start)
-    copy = replicate(model, mesh, options.bucket_mb)
-    optimizer = make_optimizer(options, copy.parameters())
-    scaler = gradient_scaler(start.device.type, options.mixed_precision)
-    return DDPEngine(copy, optimizer, scaler, autocast(start.device.type, options.mixed_precision))
+    return DDPEngine(replicate(whole_model(options, start), mesh, options.bucket_mb), options, start)
 
 
 BASELINE = Baseline(

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fsdp2.parallel.autocast import autocast
-from fsdp2.parallel.optimizer import make_optimizer
-from fsdp2.parallel.precision import gradient_scaler
 from fsdp2.parallel.rules import Baseline, Options, Start
 from fsdp2_extra.baselines.autocast import AutocastEngine, reduces_in_fp32
 from fsdp2_extra.baselines.starting import whole_model
@@ -18,10 +15,7 @@ class NoneEngine(AutocastEngine):
 
 def build(options: Options, start: Start) -> NoneEngine:
     """The plain model in one process."""
-    model = whole_model(options, start)
-    optimizer = make_optimizer(options, model.parameters())
-    scaler = gradient_scaler(start.device.type, options.mixed_precision)
-    return NoneEngine(model, optimizer, scaler, autocast(start.device.type, options.mixed_precision))
+    return NoneEngine(whole_model(options, start), options, start)
 
 
 def needs_one_process(options: Options, world_size: int) -> Iterator[str]:
