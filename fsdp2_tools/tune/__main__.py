@@ -32,6 +32,7 @@ from fsdp2.run.process.runtime import World
 from fsdp2.units import short
 from fsdp2_tools import results
 from fsdp2_tools.compare.measure import memory_of_rank
+from fsdp2_tools.compare.report import terminal
 from fsdp2_tools.plan.calibration import calibrate, read
 from fsdp2_tools.plan.device import Gpu
 from fsdp2_tools.plan.device import gpu as find_gpu
@@ -99,7 +100,7 @@ def tune(options: dict[str, Any], config: Config, ranks: int, launch: Launch, co
         )
     took = {"device": device, "seconds": round(time.monotonic() - began)}
     report.write(tried, best, results.facts(command, ranks) | took, out)
-    print("\n".join([report.table(tried), "", *report.verdict(tried, best)]))
+    print("\n".join([terminal(report.HEADINGS, report.cells(tried)), "", *report.verdict(tried, best)]))
     if all(one.failed is not None for one in tried):
         raise RunStopped(f"no setting ran, as {short(out / 'tuned.md')} says of each")
     words = ["--config", short(out / report.SETTINGS), *code_flags(config)]

@@ -12,7 +12,7 @@ from fsdp2.config import Config
 from fsdp2.options.parser import to_flags
 from fsdp2.units import size
 from fsdp2_tools import results
-from fsdp2_tools.compare.report import markdown_table, terminal
+from fsdp2_tools.compare.report import markdown_table
 from fsdp2_tools.tune.rounds import Candidate, deviation, interval, is_faster
 
 SETTINGS = "tuned.json"
@@ -41,11 +41,6 @@ def cells(tried: Sequence[Candidate]) -> list[list[str]]:
             ]
         )
     return rows
-
-
-def table(tried: Sequence[Candidate]) -> str:
-    """For the terminal."""
-    return terminal(HEADINGS, cells(tried))
 
 
 def verdict(tried: Sequence[Candidate], best: Candidate) -> list[str]:
