@@ -52,21 +52,28 @@ def folder(out: str | Path | None, flag: str = "--out", below: str = ".") -> Pat
 
 
 @contextmanager
-def temporary(below: Path | None = None) -> Iterator[Path]:
-    """A folder for the time of the body, which SIGTERM ends as Ctrl-C does: the folder goes then, too."""
+def sigterm_exits(told: str = "") -> Iterator[None]:
+    """SIGTERM ends the body as Ctrl-C does, so that what it has made is removed. `told`: printed then."""
 
     def end(number: int, frame: object) -> None:
-        tell("stopped by SIGTERM")
+        if told:
+            tell(told)
         sys.exit(128 + number)
 
     is_main = threading.current_thread() is threading.main_thread()  # no other has handlers
     before = signal.signal(signal.SIGTERM, end) if is_main else None
     try:
-        with tempfile.TemporaryDirectory(dir=below) as folder:
-            yield Path(folder)
+        yield
     finally:
         if is_main:
             signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def temporary(below: Path | None = None) -> Iterator[Path]:
+    """A folder for the time of the body, which SIGTERM ends, too."""
+    with sigterm_exits("stopped by SIGTERM"), tempfile.TemporaryDirectory(dir=below) as folder:
+        yield Path(folder)
 
 
 def write(path: Path, content: str | bytes, flag: str = "--out") -> None:

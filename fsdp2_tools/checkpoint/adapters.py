@@ -17,9 +17,8 @@ from fsdp2.checkpoint.sources.safetensors_files import write_file
 from fsdp2.checkpoint.sources.source import Source, weights
 from fsdp2.checkpoint.store import MARKER, read_marker
 from fsdp2.run.parts import checksum
-from fsdp2_extra.models.lora import base_name, is_adapter
+from fsdp2_extra.models.lora import FILE, base_name, is_adapter
 
-FILE = "adapter_config.json"  # peft's name
 _BASE = "base_model_name_or_path"
 _CHECKSUM = "app.base.checksum"
 _LARGEST = 10**6  # as --lora-alpha allows
@@ -92,7 +91,7 @@ def vouched(adapters: Adapters | None, source: Source) -> Adapters | None:
     The marker of an earlier version has the flags of the run alone. Raises Refused where they and the file differ, the
     tensors are of other adapters, or nothing describes them.
     """
-    marker = _marker(source)
+    marker = marker_of(source)
     flags, kept = marker.get("config", {}), marker.get("adapters", {})
     if adapters is None and not kept:
         if any(map(is_adapter, source.tensors)):
@@ -115,7 +114,8 @@ def vouched(adapters: Adapters | None, source: Source) -> Adapters | None:
     return found
 
 
-def _marker(source: Source) -> Mapping[str, Any]:
+def marker_of(source: Source) -> Mapping[str, Any]:
+    """The marker of a checkpoint; empty if the source has none."""
     return read_marker(source.folder) if source.folder is not None and is_there(source.folder, MARKER) else {}
 
 
@@ -210,7 +210,7 @@ def same_base(source: Source, base: Source, tied: Sequence[Sequence[str]]) -> st
     names = weights(base)
     for group in tied:
         names |= {name: names[known] for known in group if known in names for name in group if name not in names}
-    model = [base_name(name) for name in _marker(source).get("model", {}) if not is_adapter(name)]
+    model = [base_name(name) for name in marker_of(source).get("model", {}) if not is_adapter(name)]
     if _CHECKSUM not in source.values or not model or not names.keys() >= {*model}:
         return f", and {base.place} can't be compared with the weights of the training"
     if checksum(base.read(names[name]) for name in model) != source.read(_CHECKSUM):

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
-import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -17,15 +14,15 @@ import torch
 from torch import Tensor
 
 from fsdp2.checkpoint.disk import chain, explained
-from fsdp2.checkpoint.files import LocalFiles, is_there
+from fsdp2.checkpoint.files import LocalFiles
 from fsdp2.checkpoint.meaning import TOKENIZER, require_kept
 from fsdp2.checkpoint.refusal import Refused
 from fsdp2.checkpoint.sources.opening import opened, require_undamaged
 from fsdp2.checkpoint.sources.pt_file import write_pt
 from fsdp2.checkpoint.sources.source import averaged, weights
-from fsdp2.checkpoint.store import MARKER, DamagedCheckpoint, read_marker
+from fsdp2.checkpoint.store import DamagedCheckpoint
 from fsdp2_extra.text.tokenizer_file import SETTINGS, is_tokenizers
-from fsdp2_tools.checkpoint.adapters import Adapters, merged, same_base, vouched, write_peft
+from fsdp2_tools.checkpoint.adapters import Adapters, marker_of, merged, same_base, vouched, write_peft
 from fsdp2_tools.checkpoint.card import NAME as CARD
 from fsdp2_tools.checkpoint.dcp_write import write_dcp
 from fsdp2_tools.checkpoint.hf_folder import dtype_of, tied, without_copies, write_hf
@@ -33,6 +30,7 @@ from fsdp2_tools.checkpoint.nonfinite import Nonfinite
 from fsdp2_tools.checkpoint.options import FOLDERS
 from fsdp2_tools.checkpoint.safetensors_write import write_safetensors
 from fsdp2_tools.checkpoint.stopping import name_ends
+from fsdp2_tools.results import sigterm_exits
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}  # as config.json has it -> ours
@@ -87,10 +85,7 @@ def export(
     with ExitStack() as stack:
         source = stack.enter_context(opened(place))
         checked = require_undamaged(source)
-        trained = source
-        marker: Mapping[str, Any] = {}
-        if trained.folder is not None and is_there(trained.folder, MARKER):
-            marker = read_marker(trained.folder)
+        trained, marker = source, marker_of(source)
         if like is not None and marker:
             require_kept(marker, like[1], f"{place}: model")
             if to in FOLDERS:
@@ -203,7 +198,7 @@ def whole_or_absent(path: Path, *, folder: bool, needed: int | None = None) -> I
     except OSError as error:
         raise OSError(f"{path} was not written: {error}") from error
     try:
-        with _sigterm_raises():
+        with sigterm_exits():
             yield
     except BaseException as error:
         # torch.save, which could not write, fails with an error of its own because of it. Looked at first: what is
@@ -219,18 +214,6 @@ def whole_or_absent(path: Path, *, folder: bool, needed: int | None = None) -> I
         if cause is not None:
             raise OSError(f"{path} was not written: {cause}") from error
         raise
-
-
-@contextmanager
-def _sigterm_raises() -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():  # which alone gets signals
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _cast(name: str, tensor: Tensor, dtype: str | None) -> Tensor:
