@@ -13,7 +13,6 @@ import os
 import platform
 import re
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -27,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from tables import machine, write_page
+from tables import machine, spread, write_within
 
 from fsdp2.options.parser import Parser
 from fsdp2_tools.compare.report import markdown_table
@@ -192,10 +191,7 @@ def main() -> None:
                 for what, seen in measure(Path(folder)).items():
                     found.setdefault(f"{name}: {what}", []).append(seen)
                     print(number + 1, name, what, [round(one, 1) for one in seen.seconds], seen.repeated, flush=True)
-    text = arguments.page.read_text()
-    before, rest = text.split("<!-- measured -->")
-    _, after = rest.split("<!-- end -->")
-    write_page(arguments.page, f"{before}<!-- measured -->\n\n{table(found, load)}\n\n<!-- end -->{after}")
+    write_within(arguments.page, table(found, load))
 
 
 WORDS = {
@@ -210,15 +206,12 @@ WORDS = {
 
 
 def table(found: dict[str, list[Seen]], load: float) -> str:
-    def cell(values: list[float]) -> str:
-        return f"{statistics.median(values):.1f} ({min(values):.1f}–{max(values):.1f})"
-
     rows = []
     for name, words in WORDS.items():
-        phases = [cell([seen.seconds[i] for seen in found[name]]) for i in range(len(PHASES))]
+        phases = [spread([seen.seconds[i] for seen in found[name]], 1) for i in range(len(PHASES))]
         repeated = sorted({seen.repeated for seen in found[name]})
         steps = "–".join(str(one) for one in dict.fromkeys((repeated[0], repeated[-1])))
-        rows.append((words, *phases, cell([sum(seen.seconds) for seen in found[name]]), steps))
+        rows.append((words, *phases, spread([sum(seen.seconds) for seen in found[name]], 1), steps))
     rounds = max(map(len, found.values()))
     versions = f"Python {platform.python_version()}, torch {version('torch')}"
     return f"""{markdown_table(("", *PHASES, "seconds in all", "steps again"), rows)}

@@ -8,8 +8,8 @@ import statistics
 from pathlib import Path
 
 
-def spread(values: list[float]) -> str:
-    return f"{statistics.median(values):.3f} ({min(values):.3f}–{max(values):.3f})"
+def spread(values: list[float], digits: int = 3) -> str:
+    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}–{max(values):.{digits}f})"
 
 
 def lines_of(path: str) -> list[str]:
