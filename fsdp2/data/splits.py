@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -53,7 +54,19 @@ class Split(Protocol):
         """A batch: inputs, which are a tensor or tensors by the names of a model's arguments, and targets."""
 
 
-class Images(TorchDataset[Pair]):
+class InBatches(TorchDataset[tuple[Any, Tensor]]):
+    """A split that is read in batches, so that an item is what a batch of one holds."""
+
+    def __getitem__(self, index: int) -> tuple[Any, Tensor]:
+        inputs, targets = self.__getitems__([index])
+        one = {name: tensor[0] for name, tensor in inputs.items()} if isinstance(inputs, dict) else inputs[0]
+        return one, targets[0]
+
+    @abstractmethod
+    def __getitems__(self, indices: Rows) -> tuple[Any, Tensor]: ...
+
+
+class Images(InBatches):
     """Grey images and their labels.
 
     Args:
@@ -79,10 +92,6 @@ class Images(TorchDataset[Pair]):
     def __len__(self) -> int:
         return len(self.pixels)
 
-    def __getitem__(self, index: int) -> Pair:
-        inputs, labels = self.__getitems__([index])
-        return inputs[0], labels[0]
-
     def __getitems__(self, indices: Rows) -> Pair:
         # The same operations in the same order as ToTensor and Normalize, so that the result is bit-equal.
         rows = torch.as_tensor(indices)
@@ -90,7 +99,7 @@ class Images(TorchDataset[Pair]):
         return picked.sub(self.mean).div(self.std).unsqueeze(1), self.labels[rows]
 
 
-class Windows(TorchDataset[Pair]):
+class Windows(InBatches):
     """A row of tokens cut into windows of `seq_len`; the target of each token is the next one.
 
     Args:
@@ -109,10 +118,6 @@ class Windows(TorchDataset[Pair]):
 
     def __len__(self) -> int:
         return (len(self.tokens) - 1) // self.seq_len
-
-    def __getitem__(self, index: int) -> Pair:
-        inputs, targets = self.__getitems__([index])
-        return inputs[0], targets[0]
 
     def __getitems__(self, indices: Rows) -> Pair:
         starts = torch.as_tensor(indices).to(torch.int64) * self.seq_len

@@ -7,17 +7,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset as TorchDataset
 
-from fsdp2.data.splits import IGNORED, Rows, Split
+from fsdp2.data.splits import IGNORED, InBatches, Rows, Split
 
 MASKED_SHARE = 0.15  # of the tokens, as BERT has it
 
-Item = tuple[Tensor, Tensor]
-Halves = tuple[dict[str, Tensor], Tensor]
 
-
-class Masked(TorchDataset[Item]):
+class Masked(InBatches):
     """Windows in which some tokens are hidden, and are to be predicted.
 
     In each window 15 % of the tokens are, at places that depend on its number alone: the same on any number of ranks,
@@ -36,11 +32,7 @@ class Masked(TorchDataset[Item]):
     def __len__(self) -> int:
         return len(self.windows)
 
-    def __getitem__(self, index: int) -> Item:
-        inputs, targets = self.__getitems__([index])
-        return inputs[0], targets[0]
-
-    def __getitems__(self, indices: Rows) -> Item:
+    def __getitems__(self, indices: Rows) -> tuple[Tensor, Tensor]:
         tokens, _ = self.windows.__getitems__(indices)
         hidden = torch.zeros_like(tokens, dtype=torch.bool)
         for row, index in zip(hidden, indices, strict=True):
@@ -49,7 +41,7 @@ class Masked(TorchDataset[Item]):
         return tokens.masked_fill(hidden, self.mask), tokens.masked_fill(~hidden, IGNORED)
 
 
-class SecondHalves(TorchDataset[Halves]):
+class SecondHalves(InBatches):
     """Windows whose second half is to be predicted, token by token, by a decoder; the encoder gets the first.
 
     Args:
@@ -65,11 +57,7 @@ class SecondHalves(TorchDataset[Halves]):
     def __len__(self) -> int:
         return len(self.windows)
 
-    def __getitem__(self, index: int) -> Halves:
-        inputs, targets = self.__getitems__([index])
-        return {name: tensor[0] for name, tensor in inputs.items()}, targets[0]
-
-    def __getitems__(self, indices: Rows) -> Halves:
+    def __getitems__(self, indices: Rows) -> tuple[dict[str, Tensor], Tensor]:
         tokens, _ = self.windows.__getitems__(indices)
         first, second = tokens.tensor_split([tokens.shape[1] // 2], dim=1)
         before = torch.cat([torch.full_like(second[:, :1], self.start), second[:, :-1]], dim=1)

@@ -13,10 +13,9 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset as TorchDataset
 
 from fsdp2.data.errors import UnusableText
-from fsdp2.data.splits import IGNORED, Rows, identity_of
+from fsdp2.data.splits import IGNORED, InBatches, Rows, identity_of
 from fsdp2.units import printable
 from fsdp2_extra.text.chat import has_template, open_chat
 from fsdp2_extra.text.forms import Fields, messages_of, one_form, read_of, renamed, unread
@@ -37,7 +36,7 @@ Encoded = tuple[numpy.ndarray, numpy.ndarray]
 """Tokens, (n,), and as many booleans: whether a model is to write this one."""
 
 
-class Pairs(TorchDataset[tuple[Tensor, Tensor]]):
+class Pairs(InBatches):
     """Pairs as a `Split`: `fsdp2.data.loader.Batches` gives them one order on any number of ranks, and goes on in it.
 
     A list of indices gives tokens and targets, (N, 2, longest) each, int64: of each pair the chosen answer first. A
@@ -54,10 +53,6 @@ class Pairs(TorchDataset[tuple[Tensor, Tensor]]):
 
     def __len__(self) -> int:
         return len(self._pairs)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        tokens, targets = self.__getitems__([index])
-        return tokens[0], targets[0]
 
     def __getitems__(self, indices: Rows) -> tuple[Tensor, Tensor]:
         inputs = numpy.zeros((len(indices), 2, self._longest), dtype=numpy.int64)

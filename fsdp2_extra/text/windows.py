@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
 
 from fsdp2.data.errors import UnusableText
-from fsdp2.data.splits import IGNORED, Rows, identity_of
+from fsdp2.data.splits import IGNORED, InBatches, Rows, identity_of
 
 Item = tuple[Any, Tensor]
 
@@ -27,7 +26,7 @@ def _read(tokens: numpy.ndarray, places: numpy.ndarray, size: int | None) -> num
     return found
 
 
-class _Windows(TorchDataset[Item]):
+class _Windows(InBatches):
     """Windows of `seq_len` of a row of tokens; those below say how it is cut or packed.
 
     Args:
@@ -40,16 +39,6 @@ class _Windows(TorchDataset[Item]):
     ) -> None:
         self.tokens, self.seq_len, self.apart, self.content, self.size = tokens, seq_len, apart, content, size
         self.targets_per_sample = seq_len
-
-    def __getitem__(self, index: int) -> Item:
-        inputs, targets = self.__getitems__([index])
-        if isinstance(inputs, dict):
-            return {name: tensor[0] for name, tensor in inputs.items()}, targets[0]
-        return inputs[0], targets[0]
-
-    @abstractmethod
-    def __getitems__(self, indices: Rows) -> Item:
-        """A batch of windows."""
 
 
 class Documents(_Windows):
