@@ -145,9 +145,8 @@ def own_modules(unit: nn.Module, ignored: Ignored) -> list[nn.Module]:
 
 
 @torch.no_grad()
-def materialize(unit: nn.Module, arguments: Arguments, ignored: Ignored) -> bool:
-    """Give a unit on the meta device memory and values, by `param_init_fn` or each module's `reset_parameters()`;
-    whether there was anything to do.
+def materialize(unit: nn.Module, arguments: Arguments, ignored: Ignored) -> None:
+    """Give a unit on the meta device memory and values, by `param_init_fn` or each module's `reset_parameters()`.
 
     Raises ValueError if a module has no such method, or if anything is left on meta.
     """
@@ -162,7 +161,7 @@ def materialize(unit: nn.Module, arguments: Arguments, ignored: Ignored) -> bool
         ]
 
     if not on_meta():
-        return False
+        return
     for module in modules:
         if arguments.param_init_fn is not None:
             arguments.param_init_fn(module)
@@ -177,7 +176,6 @@ def materialize(unit: nn.Module, arguments: Arguments, ignored: Ignored) -> bool
             reset()
     if left := on_meta():
         raise ValueError(f"still on the meta device after initialisation: {', '.join(left)}")
-    return True
 
 
 @torch.no_grad()
