@@ -6,10 +6,11 @@ import difflib
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from fsdp2.models.names import BY_TORCH
 from fsdp2.models.spec import Batch, ModelSpec
+from fsdp2.models.vit import loss
 from fsdp2.units import install
 from fsdp2_extra.models.blocks import find_blocks
 
@@ -35,8 +36,3 @@ def spec(name: str) -> ModelSpec:
     settings = timm.get_pretrained_cfg(name)
     size = settings.input_size if settings else (3, 224, 224)
     return ModelSpec(f"timm:{name}", "image", {"own": {}}, make, find_blocks, {}, loss, call, attentions=BY_TORCH)
-
-
-def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    """The sum of the cross-entropies, 0-d fp32, of (N, classes) logits and (N,) int64 labels."""
-    return F.cross_entropy(outputs.float(), targets, reduction="sum")
