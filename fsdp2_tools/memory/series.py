@@ -32,32 +32,18 @@ def series(line: Timeline, points: int = 4000, within: tuple[float, float] = (-m
     width = (ended - began) / buckets
     now = dict.fromkeys(KINDS, 0)
     total = 0
-    times: list[float] = []
-    rows: list[list[int]] = []
-
-    def keep(when: float, row: list[int]) -> None:
-        times.append(when)
-        rows.append(row)
-
-    bucket = 0
-    highest: tuple[int, float, list[int]] | None = None
-    last: tuple[float, list[int]] | None = None
+    highest: dict[int, tuple[int, float, list[int]]] = {}  # of each stretch that has any
+    last: dict[int, tuple[float, list[int]]] = {}
     for when, change, allocation in changes:
-        current = min(buckets - 1, max(0, int((when - began) / width)))
-        if current != bucket and highest is not None and last is not None:
-            keep(*highest[1:])
-            if last[0] > highest[1]:
-                keep(*last)
-            bucket, highest = current, None
+        bucket = min(buckets - 1, max(0, int((when - began) / width)))
         now[allocation.kind or "temporary"] += change
         total += change
-        last = (max(when, began), list(now.values()))
-        if highest is None or total >= highest[0] or when < began:
-            highest = (total, *last)
-    assert highest is not None
-    assert last is not None
-    keep(*highest[1:])
-    if last[0] > highest[1]:
-        keep(*last)
-    columns = dict(zip(KINDS, map(list, zip(*rows, strict=True)), strict=True))
-    return Series(times, {kind: column for kind, column in columns.items() if any(column)})
+        last[bucket] = (max(when, began), list(now.values()))
+        if bucket not in highest or total >= highest[bucket][0] or when < began:
+            highest[bucket] = (total, *last[bucket])
+    kept: list[tuple[float, list[int]]] = []
+    for bucket, end in last.items():
+        _, when, row = highest[bucket]
+        kept += [(when, row), end] if end[0] > when else [(when, row)]
+    columns = dict(zip(KINDS, map(list, zip(*(row for _, row in kept), strict=True)), strict=True))
+    return Series([when for when, _ in kept], {kind: column for kind, column in columns.items() if any(column)})
