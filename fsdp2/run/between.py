@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fsdp2.config import Config
-from fsdp2.run.checkpoints import Checkpoints, Reporting
+from fsdp2.run.checkpoints import Checkpoints, Reporting, is_due
 from fsdp2.run.process.group import broadcast
 from fsdp2.run.process.settings import GarbageCollection
 from fsdp2.run.process.signals import StopSignals
@@ -55,8 +55,7 @@ class Between:
         self._garbage.after_step(step)
         if self._config.compile:
             self._report_compiled(step)
-        every = self._config.check_replicas
-        if every is not None and step % every == 0:
+        if is_due(self._config.check_replicas, step):
             self._checkpoints.compare_replicas()
 
     def look(self, record: dict[str, Any]) -> None:
