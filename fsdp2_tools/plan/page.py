@@ -95,10 +95,9 @@ def _exchanges(spans: Sequence[tuple[str, str, str, float, float]]) -> Any:
                     showlegend=False,
                 )
             )
-    figure.update_layout(barmode="overlay")
+    figure.update_layout(barmode="overlay", height=330)
     figure.update_xaxes(ticksuffix=" ms")
     figure.update_yaxes(autorange="reversed", fixedrange=True)
-    figure.update_layout(height=330)
     return figure
 
 

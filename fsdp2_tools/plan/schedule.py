@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from fsdp2_tools.plan.speed import Speed
 from fsdp2_tools.plan.work import COMPUTE, COPY_IN, COPY_OUT, REDUCE_IN, Work
@@ -131,17 +132,13 @@ def deepened(found: Sequence[Event], phases: Sequence[str], first: int, size: in
     The next block's first event ends a block: what lies between two blocks belongs to the earlier one in time.
     """
     result: list[Event] = []
-    index = 0
-    while index < len(found):
-        phase = found[index].phase
-        end = next((i for i in range(index, len(found)) if found[i].phase != phase), len(found))
-        part = found[index:end]
+    for phase, events_of_it in groupby(found, lambda event: event.phase):
+        part = list(events_of_it)
         there = [i for i, event in enumerate(part) if event.block is not None and first <= event.block < first + size]
         if phases[phase] in (FORWARD, BACKWARD) and there:
             start, stop = there[0], there[-1] + 1
-            part = [*part[:stop], *(list(part[start:stop]) * times), *part[stop:]]
+            part = [*part[:stop], *(part[start:stop] * times), *part[stop:]]
         result += part
-        index = end
     return result
 
 
