@@ -8,7 +8,6 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset as TorchDataset
 
 from fsdp2.data.errors import UnusableText
 from fsdp2.data.splits import IGNORED, InBatches, Rows, identity_of
@@ -156,7 +155,7 @@ class Conversations(_Windows):
         return {"input_ids": inputs, "position_ids": positions, "document_ids": numbers[:, :-1]}, targets
 
 
-class Mixture(TorchDataset[Item]):
+class Mixture(InBatches):
     """Sequences of several splits: `counts[i]` of the i-th, which begins again where it has fewer; unset = all, once.
 
     A list of indices gives a batch as `Documents` does, (N, seq_len) each, in the order of the list.
@@ -190,10 +189,6 @@ class Mixture(TorchDataset[Item]):
     def target_count(self, rows: Rows) -> int:
         """The number of targets of these sequences that aren't `IGNORED`; no token is read for it."""
         return sum(split.target_count(own) for split, _, own in self._by_split(rows))
-
-    def __getitem__(self, index: int) -> Item:
-        ((split, _, own),) = self._by_split([index])
-        return split[int(own[0])]
 
     def __getitems__(self, indices: Rows) -> Item:
         places, batches = [], []
