@@ -28,7 +28,8 @@ from torch.distributed.tensor.parallel import (
 from fsdp2.models.attention import Mask, attend, mask_of
 from fsdp2.models.initial import Table, normal, ones
 from fsdp2.models.names import ATTENTIONS
-from fsdp2.models.spec import ModelSpec, plain
+from fsdp2.models.spec import ModelSpec
+from fsdp2.models.transformer import loss
 
 _LLAMA_3 = {"vocab_size": 128256, "kv_heads": 8, "rope_theta": 500_000.0}
 # Up to 160m the sizes are for trying things out: bytes as tokens, and that of JackFram/llama-160m. The others are those
@@ -212,14 +213,6 @@ def blocks(model: nn.Module) -> Sequence[nn.Module]:
     """The decoder's layers, in forward order."""
     assert isinstance(model, Llama)
     return list(model.model.layers)
-
-
-def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    """The sum of the cross-entropies, 0-d fp32, of (N, T, vocabulary) logits and (N, T) targets.
-
-    A collective call where ranks hold the logits by words.
-    """
-    return plain(F.cross_entropy(outputs.float().flatten(0, 1), targets.flatten(), reduction="sum"))
 
 
 def head(model: Any) -> nn.Module:

@@ -51,20 +51,20 @@ class StopSignals:
     @contextmanager
     def early(self) -> Iterator[None]:
         """Remember SIGUSR1, which asks for a save alone, before there is a step; the others end a run that starts."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = signal.signal(signal.SIGUSR1, self._remember)
+        before = self._handled(signal.SIGUSR1)
         try:
             yield
         finally:
-            signal.signal(signal.SIGUSR1, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _handled(self, *numbers: int) -> dict[int, Any]:
+        # Python allows handlers in the main thread alone; elsewhere the launcher owns the signals.
+        is_main = threading.current_thread() is threading.main_thread()
+        return {number: signal.signal(number, self._remember) for number in numbers if is_main}
 
     def __enter__(self) -> StopSignals:
-        # Python allows handlers in the main thread alone; elsewhere the launcher owns the signals.
-        if threading.current_thread() is threading.main_thread():
-            for number in SIGNALS:
-                self._before[number] = signal.signal(number, self._remember)
+        self._before = self._handled(*SIGNALS)
         return self
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
