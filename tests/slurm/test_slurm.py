@@ -214,7 +214,8 @@ def test_a_job_whose_time_is_over_while_its_ranks_start_saves_all_the_same(
         time.sleep(0.3)
     (resumed,) = metrics(run, "resume")
     assert resumed["step"] < 1000, "nobody was asked before the time was really over"
-    assert f"SIGUSR1: saved at step {resumed['step']} after" in log.read_text()
+    # Ranks may hear of it at different steps, and the first names the reason.
+    assert re.search(rf"SIGUSR1(, on another node)?: saved at step {resumed['step']} after", log.read_text())
     assert log.read_text().count("is in the queue again and goes on from its newest checkpoint") == 1
 
 
