@@ -33,7 +33,7 @@ def folder_of(place: str) -> Path:
     """The folder of a model. A name on the hub is looked up in its cache, or downloaded. Raises ValueError."""
     path = Path(place).expanduser()
     if path.is_dir():
-        if adapters := sorted(path.glob("adapter_*")):
+        if adapters := sorted(path.glob("adapter_model.*")):
             other = ", or move them away to train the model without them" * (path / "config.json").is_file()
             raise ValueError(f"{adapters[0]}: adapters aren't loaded; merge them into their model with peft{other}")
         if not (path / "config.json").is_file():
