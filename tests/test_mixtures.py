@@ -179,7 +179,20 @@ def test_the_names_of_sources_are_absolute_and_read_back(tmp_path: Path, monkeyp
     assert parse(["--model=llama", "--dataset=text:a@1,text:b@1"]).dataset == f"text:{tmp_path}/a@1,text:b@1"
 
 
-@pytest.mark.parametrize("name", ["text:a@1,datasets:owner/name@1", "text:a@1,datasets:https://there/a.csv@1"])
+def test_without_shares_an_epoch_has_each_sequence_once(files: tuple[Path, Path]) -> None:
+    alone = [load(f"text:{file}").train for file in files]
+    together = load(",".join(f"text:{file}" for file in files))
+    assert len(together.train) == sum(map(len, alone))
+    rows = [tokens_of(split[i][0]) for split in (*alone, together.train) for i in range(len(split))]
+    assert rows[: len(together.train)] == rows[len(together.train) :]
+    name = parse(["--model=llama", f"--dataset=text:{files[0]},text:{files[1]}"]).dataset
+    assert parse(["--model=llama", f"--dataset={name}"]).dataset == name == f"text:{files[0]},text:{files[1]}"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["text:a@1,datasets:owner/name@1", "text:a@1,datasets:https://there/a.csv@1", "text:a,datasets:owner/name"],
+)
 def test_a_run_names_no_source_elsewhere(name: str) -> None:
     with pytest.raises(ConfigError, match=r"its dataset is at a URL, .* add --dataset"):
         require_named({"dataset": name}, {}, "config.json")

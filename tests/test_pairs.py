@@ -158,7 +158,13 @@ def test_tables_hold_the_same_pairs(tmp_path: Path) -> None:
     (tmp_path / "pairs.json").write_text(json.dumps(rows))
     library.Dataset.from_list(rows).to_parquet(str(tmp_path / "pairs.parquet"))
     library.Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
-    for place in ("{}/pairs.parquet", "datasets:{}/pairs.parquet", "datasets:{}/pairs.json", "datasets:{}/saved"):
+    for place in (
+        "{}/pairs.parquet",
+        "{}/pairs.json",
+        "datasets:{}/pairs.parquet",
+        "datasets:{}/pairs.json",
+        "datasets:{}/saved",
+    ):
         assert pairs.load(place.format(tmp_path), own_tokenizer(tmp_path), 64, 300).content == wanted.content
 
 

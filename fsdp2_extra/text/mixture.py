@@ -1,5 +1,6 @@
 """`--dataset "chat:A@0.7,text:B@0.3"`: the sequences of several sources as one split, each with its share.
 
+Without shares an epoch has each sequence once.
 The source that has the most sequences for its share is read once in an epoch, and the others as often as their shares
 need, from their beginning again. So an epoch holds each sequence of each source, and its order is drawn as that of any
 split: from the seed and the epoch alone. Another way to mix, which reads no source to its end, is that of
@@ -107,7 +108,9 @@ def _mixed(name: str, made: Sequence[Dataset]) -> Dataset:
         return made[0]
     names, shares = zip(*sources(name), strict=True)
     trains: list[Any] = [one.train for one in made]
-    counts = counts_of([len(one) for one in trains], shares)
+    lengths = [len(one) for one in trains]
+    shares = shares if all(shares) else tuple(lengths)
+    counts = counts_of(lengths, shares)
     if (whole := sum(counts)) > MOST:
         few = names[min(range(len(made)), key=lambda i: len(trains[i]) / shares[i])]
         raise UnusableText(f"{few}: its share makes an epoch of {whole:,} sequences; give it a smaller one")

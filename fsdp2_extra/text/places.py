@@ -52,13 +52,15 @@ class File:
 
 
 def sources(name: str) -> list[tuple[str, float]]:
-    """The sources of a `--dataset` of one's own, and the share of each in a mixture, above 0; of one alone it is 1.
+    """The sources of a `--dataset` of one's own, and the share of each in a mixture; of one alone it is 1.
 
-    Raises ValueError for a source among several that has none.
+    Where no share is given each is 0, for as many sequences as a source has. Raises ValueError if some have none.
     """
     parts = _BETWEEN.split(name)
     if len(parts) == 1 or os.path.exists(os.path.expanduser(name.partition(":")[2])):
         return [(name, 1.0)]
+    if not any(re.search(r"@[^/@]*$", part) for part in parts):
+        return [(part, 0.0) for part in parts]
     found = []
     for part in parts:
         source, at, share = part.rpartition("@")
@@ -67,7 +69,8 @@ def sources(name: str) -> list[tuple[str, float]]:
         except ValueError:
             number = 0.0
         if not 0 < number < math.inf:
-            raise ValueError(f"is a mixture, in which {part} has no share; write it as text:PATH@0.7,chat:PATH@0.3")
+            fix = "write it as text:PATH@0.7,chat:PATH@0.3, or without a share for each"
+            raise ValueError(f"is a mixture, in which {part} has no share; {fix}")
         found.append((source, number))
     return found
 
@@ -92,7 +95,7 @@ def absolute(name: str) -> str:
     found = sources(name)
     if len(found) == 1:
         return one(name)
-    return ",".join(f"{one(source)}@{share!r}" for source, share in found)
+    return ",".join(one(source) + (f"@{share!r}" if share else "") for source, share in found)
 
 
 def listed(place: str) -> list[str]:

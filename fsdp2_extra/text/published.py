@@ -65,9 +65,15 @@ class Published(File):
 
 def find(place: str) -> Published:
     """A split of a place, as `published` writes it. Raises UnusableText."""
-    if find_spec("datasets") is None:
+    listed = _listed(place)
+    if not _is_written(listed) and find_spec("datasets") is None:
         raise UnusableText(f"{place}: datasets isn't installed; {install('datasets')}")
-    return look(_listed(place))
+    return look(listed)
+
+
+def _is_written(source: Published) -> bool:
+    """Return whether it is files here, in a form that is read without the library."""
+    return source.reader in WRITTEN and "://" not in source.files[0]
 
 
 def _listed(place: str) -> Published:
@@ -183,7 +189,7 @@ class _Split(NamedTuple):
 
 
 def _opened(source: Published) -> _Split:
-    if source.reader in WRITTEN and source.state and "://" not in source.files[0]:
+    if _is_written(source):
         return _Split(source.state, (source.reader, source.files), None)
     import datasets
 

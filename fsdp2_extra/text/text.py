@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -12,7 +13,7 @@ from fsdp2.data.errors import NotHere, UnusableText
 from fsdp2.data.splits import Dataset
 from fsdp2_extra.text.chat import open_chat
 from fsdp2_extra.text.forms import Fields
-from fsdp2_extra.text.places import PUBLISHED, SUFFIXES, File, find
+from fsdp2_extra.text.places import PUBLISHED, SUFFIXES, File, find, published, suffix_of
 from fsdp2_extra.text.prepared import SPLITS, Encoder, is_prepared, open_splits, read_meta, require_made_with, source_of
 from fsdp2_extra.text.preparing import Say, prepare, silent
 from fsdp2_extra.text.reading import rows_of
@@ -71,19 +72,22 @@ def opened(
     """The place that a `--dataset` of one source names, as `found` takes it, and its encoder. Raises UnusableText."""
     kind, _, place = name.partition(":")
     if name.startswith(PUBLISHED):
-        from fsdp2_extra.text import published
+        from fsdp2_extra.text.published import find as find_published
+        from fsdp2_extra.text.published import kind_of
 
-        kind, place = published.kind_of(published.find(place), field, fields or {}, mixed=mixed), name
+        kind, place = kind_of(find_published(place), field, fields or {}, mixed=mixed), name
     return place, encoder_of(kind, tokenizer, field, bos, fields)
 
 
 def found(place: str, suffixes: tuple[str, ...]) -> list[File]:
-    """The files of a place, which may be one of `datasets`. Raises UnusableText."""
+    """The files of a place, which may be one of `datasets`, as a file of .json is. Raises UnusableText."""
+    if suffix_of(place) == ".json" and os.path.isfile(os.path.expanduser(place)):
+        place = PUBLISHED + published(place)
     if not place.startswith(PUBLISHED):
         return find(place, suffixes)
-    from fsdp2_extra.text import published
+    from fsdp2_extra.text.published import find as find_published
 
-    return [published.find(place.removeprefix(PUBLISHED))]
+    return [find_published(place.removeprefix(PUBLISHED))]
 
 
 def load(

@@ -152,15 +152,18 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.command == "export":
         to = destination(arguments.push) if arguments.push is not None else None
         spec, like = hf_spec(arguments.place) if arguments.format == "hf" else None, None
+        unread = "the run has no model/config.json"
         if arguments.format in ("safetensors", "peft") and model_file(arguments.place, "config.json") is not None:
-            with suppress(Refused):  # what is tied is written twice then, as the checkpoint has it
+            try:
                 spec = hf_spec(arguments.place)
+            except Refused as error:  # what is tied is written twice then, as the checkpoint has it
+                unread = f"transformers can't read the run's model ({error})"
         if spec is not None:
             like = spec.on_meta(size := next(iter(spec.sizes))), spec.files(size)
         task = None if spec is None else spec.task if spec.kind == "language" else spec.kind
         tokenizer, without = tokenizer_of(arguments.place) if arguments.format in FOLDERS else (None, "")
         if arguments.format == "peft" and spec is None:
-            without = "no tokenizer, because transformers can't read the run's model"
+            without = f"no tokenizer, because {unread}"
         line = export(
             arguments.place,
             arguments.out,

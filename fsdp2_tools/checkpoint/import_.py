@@ -40,7 +40,8 @@ def import_(place: str, out: str, kind: str = "auto", *, model: Container[str] |
     with opened(place, kind) as source:
         checked = require_undamaged(source)
         names = weights(source)
-        if any(map(is_adapter, names)):
+        # LoRA's pairs, or whatever else peft names as its own.
+        if any(is_adapter(name) or name.startswith("base_model.model.") or ".base_layer." in name for name in names):
             raise Refused(f"{source.place}: holds adapters, which a run takes from its own alone; merge them with peft")
         if model is not None and (other := next((name for name in names if name not in model), None)):
             raise Refused(

@@ -86,6 +86,20 @@ def test_weights_under_a_name_that_transformers_does_not_read_are_passed_over(
     assert same(torch.load(tmp_path / "ours.pt", weights_only=True), load_file(folder / "model.safetensors"))
 
 
+@pytest.mark.parametrize("ending", ["safetensors", "bin"])
+def test_adapters_beside_the_weights_are_refused(ending: str, folder: Path, tmp_path: Path, cli: Cli) -> None:
+    """transformers loads them with the model, where they change what it computes."""
+    both = tmp_path / "both"
+    shutil.copytree(folder, both)
+    (both / f"adapter_model.{ending}").touch()
+    refused = f"{both}/adapter_model.{ending}: adapters aren't loaded; merge them into their model with peft, or move"
+    for line in (["import", both, tmp_path / "imported"], ["export", both, tmp_path / "ours.pt", "--format=pt"]):
+        assert refused in cli(*line)[2]
+    config = parse([f"--model=hf:{folder}", f"--init-from={both}", f"--run-dir={tmp_path / 'run'}", "--dataset=random-tokens"])
+    with pytest.raises(ConfigError, match=r"adapters aren't loaded"):
+        preflight(config, World(0, 1, 0, 1))
+
+
 @pytest.mark.parametrize("marker", [True, False])
 @pytest.mark.parametrize("inside", [True, False])
 def test_a_model_with_a_checkpoint_in_its_folder_is_refused(

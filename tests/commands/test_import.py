@@ -313,10 +313,18 @@ def test_checkpoints_of_the_tutorials_come_in_with_their_optimizer(ranks: Ranks,
     assert losses(on) == whole[2:]
 
 
-def test_adapters_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight", "model.layers.0.q.lora_B.weight"],
+        ["base_model.model.model.layers.0.mlp.down_proj.ia3_l"],
+        ["model.layers.0.mlp.down_proj.ia3_l.default", "model.layers.0.mlp.down_proj.base_layer.weight"],
+    ],
+    ids=["lora", "ia3", "ia3 in its model"],
+)
+def test_adapters_are_refused(names: list[str], tmp_path: Path) -> None:
     """No run could resume from them: it takes adapters from its own checkpoints, which know their base."""
-    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
-    torch.save({name.format("A"): torch.zeros(2, 8), name.format("B"): torch.zeros(8, 2)}, tmp_path / "adapters.pt")
+    torch.save({name: torch.zeros(2, 8) for name in names}, tmp_path / "adapters.pt")
     with pytest.raises(Refused, match=r"adapters\.pt: holds adapters, .*merge them with peft"):
         import_(str(tmp_path / "adapters.pt"), str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()

@@ -173,24 +173,17 @@ def test_a_model_by_its_name_has_its_own_tokenizer(tmp_path: Path) -> None:
     (snapshot.parents[1] / "refs" / "main").write_text("0" * 40)
     pair = {"chosen": "What is it? It is a bird.", "rejected": "What is it? It is a b."}
     (tmp_path / "pairs.jsonl").write_text((json.dumps(pair) + "\n") * 4)
+    wanted = pairs.load(str(tmp_path / "pairs.jsonl"), str(snapshot), 64, 300).about
     environment = {"HF_HOME": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1", "HOME": str(tmp_path)}
-
-    def run(name: str, out: str) -> tuple[int, str]:
-        command = [sys.executable, dpo.__file__, name, "pairs.jsonl", out]  # new, since the hub's library reads HF_HOME
-        done = subprocess.run(
-            command, env=python_environment() | environment, cwd=tmp_path, capture_output=True, text=True, timeout=120
-        )
-        return done.returncode, done.stdout + done.stderr
-
-    said: list[list[str]] = []
-    for name in (str(snapshot), "a/b", f"~/{snapshot.relative_to(tmp_path)}"):
-        status, printed = run(name, f"out-{len(said)}")
-        assert status == 0, printed
-        said.append([line for line in printed.splitlines() if line.startswith(("pairs: ", "step "))])
-    assert len(said[0]) == 2
-    assert said[1:] == said[:1] * 2
+    command = [sys.executable, dpo.__file__, "a/b", "pairs.jsonl", "out"]  # new, since the hub's library reads HF_HOME
+    done = subprocess.run(
+        command, env=python_environment() | environment, cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert f"pairs: {wanted}\n" in done.stdout, done.stderr
+    at_home = [f"~/{snapshot.relative_to(tmp_path)}", "pairs.jsonl", "out-2"]
+    assert f"pairs: {wanted}\n" in on_ranks_of_its_own(1, dpo.__file__, at_home, tmp_path, environment)[1]
     (snapshot / "tokenizer.json").rename(snapshot / "vocab.json")
-    status, printed = run("a/b", "out")
+    status, printed = on_ranks_of_its_own(1, dpo.__file__, at_home, tmp_path, environment)
     assert status == 2
     assert "its tokenizer is in " in printed
 
@@ -245,9 +238,6 @@ def test_what_a_program_says(tmp_path: Path) -> None:
 
 
 def test_no_rank_is_left_without_a_pair(tmp_path: Path) -> None:
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    environment = {**python_environment(), "RANK": "0", "WORLD_SIZE": "8", **place}
-    command = [sys.executable, dpo.__file__, "model", "pairs.jsonl", str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2
-    assert "--global-batch-size 4: fewer pairs than the 8 ranks that share them; give 8 or more" in done.stderr
+    status, printed = on_ranks_of_its_own(8, dpo.__file__, ["model", "pairs.jsonl", str(tmp_path)], tmp_path, {})
+    assert status == 2
+    assert "--global-batch-size 4: fewer pairs than the 8 ranks that share them; give 8 or more" in printed

@@ -115,6 +115,9 @@ def _require_one_answer(place: str, folder: Files, model: str, steps: list[int])
     other = METADATA if is_there(folder, METADATA) else f"checkpoints/ with {len(steps)} steps" if steps else None
     if other is not None:
         raise Refused(f"{place}: holds {model}, and a checkpoint too ({other}); move one of them to another folder")
+    if adapters := next((name for name in sorted(folder.list("")) if name.startswith("adapter_model.")), None):
+        fix = "merge them into their model with peft, or move them away to take the model without them"
+        raise Refused(f"{place}/{adapters}: adapters aren't loaded; {fix}")
     if is_there(folder, MARKER) and model not in read_marker(folder)["files"]:
         raise Refused(f"{place}: holds {model}, which its {MARKER} doesn't list; move that file away")
 
