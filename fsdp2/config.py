@@ -68,9 +68,9 @@ class Config:
     dataset: str = option(
         None,
         "unset = digits for images, source-text for language; text:PATH = your own (.txt, .jsonl, .parquet, a folder, "
-        "or what python -m fsdp2.data prepare made), chat:PATH = conversations (.jsonl, .parquet), "
-        "datasets:PATH[:SPLIT] = what Hugging Face's datasets reads, also OWNER/NAME on the hub; several with "
-        "shares, text:PATH@0.7,chat:PATH@0.3",
+        "or what python -m fsdp2.data prepare made), chat:PATH = conversations (.jsonl, .parquet, .json), "
+        "datasets:PATH[:SPLIT] = what Hugging Face's datasets reads, also OWNER/NAME on the hub; several by "
+        "commas, perhaps with shares, text:PATH@0.7,chat:PATH@0.3",
         dataset_name(data.NAMES, data.OWN),
         metavar="NAME",
     )

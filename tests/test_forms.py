@@ -67,6 +67,8 @@ def test_each_form_of_conversations_is_that_of_messages(tmp_path: Path, name: st
     given, wanted = FORMS[name]
     tokenizer = str(make_tokenizer(tmp_path / "tokenizer", PLAIN))
     expected = contents(f"chat:{write(tmp_path / 'wanted.jsonl', wanted * 10)}", tokenizer)
+    (tmp_path / "a.json").write_text(json.dumps(given * 10, indent=1))
+    assert contents(f"chat:{tmp_path / 'a.json'}", tokenizer) == expected
     for file in ("a.jsonl", "a.parquet"):
         place = write(tmp_path / file, given * 10)
         assert contents(f"chat:{place}", tokenizer) == expected

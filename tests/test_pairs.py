@@ -148,6 +148,20 @@ def test_a_text_beside_messages_may_begin_with_a_bracket(tmp_path: Path) -> None
     assert one.content == load(tmp_path, {"prompt": [question], "chosen": [answer], **other}).content
 
 
+def test_pairs_of_another_trainer_by_the_names_of_their_fields(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    make_tokenizer(tmp_path, PLAIN)
+    ask, good, bad = ({"from": who, "value": text} for who, text in (("human", "q"), ("gpt", "a"), ("gpt", "b")))
+    named = fields_of("prompt=conversations,role=from,content=value,user=human,assistant=gpt")
+    theirs = load(tmp_path, {"conversations": [ask], "chosen": good, "rejected": bad}, fields=named)
+    assert theirs.content == load(tmp_path, {"prompt": "q", "chosen": "a", "rejected": "b"}).content
+    load(tmp_path, {"prompt": "q", "chosen": "a", "rejected": "b"})  # what stands in the file now
+    file = tmp_path / "theirs.jsonl"
+    file.write_text(json.dumps({"conversations": [ask], "chosen": good, "rejected": bad}) + "\n")
+    with pytest.raises(ConfigError, match=r"line 1: has a chosen and a rejected answer; examples/dpo\.py learns from"):
+        check_data(parse(["--model=llama", f"--dataset=chat:{file}", f"--tokenizer={tmp_path}"]))
+
+
 def test_tables_hold_the_same_pairs(tmp_path: Path) -> None:
     library = pytest.importorskip("datasets")
     pytest.importorskip("transformers")
@@ -251,7 +265,7 @@ def test_other_files_and_models_are_one_line(tmp_path: Path) -> None:
         load(tmp_path, {**TEXTS, "prompt": 5})
     load(tmp_path, {**TEXTS, "prompt": "a"})
     (tmp_path / "a.json").write_text("[]")
-    with pytest.raises(UnusableText, match=r"a\.json: isn't of a type .*; give it as datasets:PATH"):
+    with pytest.raises(UnusableText, match=r"a\.json: its split train is empty"):
         pairs.load(str(tmp_path / "a.json"), own_tokenizer(tmp_path), 64, 300)
     line = ["--model=llama", f"--dataset=chat:{tmp_path}/pairs.jsonl", f"--tokenizer={tmp_path}"]
     with pytest.raises(ConfigError, match=r"line 1: has a chosen and a rejected answer; examples/dpo\.py learns from"):

@@ -228,8 +228,12 @@ def test_what_cannot_be_read_is_one_line_before_any_rank_waits(
 
 def test_without_the_extra_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(published, "find_spec", lambda name: None)
+    (tmp_path / "a.arrow").touch()
     with pytest.raises(ConfigError, match=r"datasets isn't installed; .*pip install -e '\.\[datasets\]'"):
         check_data(parse(["--model=llama", f"--dataset=datasets:{tmp_path}"]))
+    (tmp_path / "b.json").write_text(json.dumps([{"text": "to be or not to be " * 9}] * 40))  # read without it
+    check_data(parse(["--model=llama", f"--dataset=datasets:{tmp_path}/b.json", "--seq-len=8"]))
+    check_data(parse(["--model=llama", f"--dataset=text:{tmp_path}/b.json", "--seq-len=8"]))
 
 
 # --- elsewhere ------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ class Form(NamedTuple):
 
 FORMS = {  # a line that has several is of the first
     "messages": Form({"messages"}, set(), "messages"),
+    "pairs": Form({"chosen", "rejected"}, {"prompt", "system"}, "chosen and rejected as answers"),  # for `pairs` alone
     "conversations": Form(
         {"conversations"}, {"system"}, "conversations, with from as the role and value as the content"
     ),
@@ -26,7 +27,6 @@ FORMS = {  # a line that has several is of the first
         {"instruction", "output"}, {"input", "system"}, "instruction and input as question, output as answer"
     ),
     "prompt": Form({"prompt", "completion"}, {"system"}, "prompt as question, completion as answer"),
-    "pairs": Form({"chosen", "rejected"}, {"prompt", "system"}, "chosen and rejected as answers"),  # for `pairs` alone
 }
 # Keys by which others leave something out of the loss, and of a line, those that they give to the template.
 LEARNED = {"weight", "train", "training", "loss"}

@@ -182,7 +182,8 @@ class _Encode:
             if texts or (isinstance(line[name], str) and "".join(line[name].split())[:2] not in ("[{", '["', "[]")):
                 return [{"role": role, "content": line[name]}]
             names = {**self.fields, "messages": self.fields.get(name, name)}
-            return messages_of({"messages": line[name]}, "messages", names, where)
+            several = [line[name]] if isinstance(line[name], dict) else line[name]
+            return messages_of({"messages": several}, "messages", names, where)
 
         asked = read("prompt", "user") if "prompt" in line else []
         answers = [read(answer, "assistant") for answer in ANSWERS]

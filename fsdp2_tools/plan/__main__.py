@@ -63,6 +63,7 @@ class Asked:
     out: str | None
     html: Path | None
     as_json: bool
+    advises: bool = True
 
     def tell(self, *lines: str) -> None:
         if not self.as_json:
@@ -103,7 +104,8 @@ def read(arguments: Sequence[str] | None) -> Asked:
         require("plotly", "plots", "--html")
         if not html.absolute().parent.is_dir():
             raise ConfigError(f"--html {html}: there is no folder {html.parent}; make it, or choose another")
-    as_json, config = given.pop("json", False), Config(**read_values(Config, given))
+    as_json, advises = given.pop("json", False), given.pop("advice", True)
+    config = Config(**read_values(Config, given))
     if searching:
         _check_search(ranks, gpu)
     elif own["out"] is not None:
@@ -112,7 +114,7 @@ def read(arguments: Sequence[str] | None) -> Asked:
         raise ConfigError("--tokens: needs a language model, and a --gpu whose speed is known")
     limit = own["budget"] or (None if gpu is None else gpu.memory)
     trials = None if trials is None else checked("--calibration", trials, location)
-    return Asked(config, ranks, gpu, limit, own["tokens"], trials, searching, own["out"], html, as_json)
+    return Asked(config, ranks, gpu, limit, own["tokens"], trials, searching, own["out"], html, as_json, advises)
 
 
 def _plan(asked: Asked, say: Say) -> list[Plan]:
@@ -124,7 +126,7 @@ def _plan(asked: Asked, say: Say) -> list[Plan]:
     # Before what takes as long again: what flags would save.
     times = [] if asked.gpu is None else report_time.lines(plans, asked.gpu, asked.tokens)
     asked.tell(*report.lines(plans, asked.gpu), *times)
-    found, wasted = _advise(asked, plans, say)
+    found, wasted = _advise(asked, plans, say) if asked.advises else (None, None)
     text = report.as_json(plans, asked.gpu, found, asked.tokens, wasted)
     if asked.as_json:
         print(text)

@@ -9,6 +9,7 @@ from typing import Any
 
 from fsdp2.config import Config
 from fsdp2.options.errors import ConfigError
+from fsdp2.parallel import IN_FEW_BITS
 from fsdp2.units import size
 from fsdp2_tools.plan.plans import Plan
 from fsdp2_tools.plan.report_time import duration, rounded
@@ -60,6 +61,8 @@ def changes(config: Config) -> Iterator[Change]:
         yield "--replicas 1", {"replicas": 1}
     if config.mixed_precision is None:
         yield "--mixed-precision bf16", {"mixed_precision": "bf16"}
+    if config.optimizer in IN_FEW_BITS and config.optimizer_state is None:
+        yield "--optimizer-state 8bit", {"optimizer_state": "8bit", "fused_optimizer": None}
     if config.strategy == "fsdp2" and not config.cpu_offload:
         yield "--cpu-offload", {"cpu_offload": True, "fused_optimizer": None}
 
@@ -163,10 +166,11 @@ def lines(advice: Advice, base: Plan) -> list[str]:
             f"it fits with {flags}: {size(advice.plan.bytes)} of {size(base.budget)}{_pace(advice.plan, base)}",
         ]
     least = f", with {flags}" if flags else " as it is"
+    adapters = "--lora 16, " * (base.config.weights is not None and base.config.lora is None)
     return [
         *(["alone, each flag would save:", *found] if found else []),
-        f"no setting fits in {size(base.budget)}: the least is {size(advice.plan.bytes)}{least}; use more ranks, a "
-        "shorter --seq-len or a GPU with more memory",
+        f"no setting fits in {size(base.budget)}: the least is {size(advice.plan.bytes)}{least}; use {adapters}more "
+        "ranks, a shorter --seq-len or a GPU with more memory",
     ]
 
 

@@ -75,7 +75,7 @@ def plan(
     check_world(config, World(0, ranks, 0, ranks))
     model = check_model(config)
     on_gpu = gpu is not None and not gpu.on_cpu
-    if on_gpu and config.fused_optimizer is None and not config.cpu_offload:
+    if on_gpu and config.fused_optimizer is None and not config.cpu_offload and config.optimizer_state is None:
         config = dataclasses.replace(config, fused_optimizer=config.optimizer in FUSED)  # what a GPU would take
     ordered = dict.fromkeys((0, ranks - 1 if last else 0))
     there = {rank: run(config, ranks, rank, gloo=not on_gpu) for rank in ordered}

@@ -14,6 +14,8 @@ from fsdp2_tools.plan.peaks import Peak
 from fsdp2_tools.plan.plans import Plan
 from fsdp2_tools.plan.report_time import gpu_hours
 
+TOO_LOW = 0.05  # of published peaks, the most by which a plan was below (docs/plan.md)
+
 
 def lines(plans: Sequence[Plan], gpu: Gpu | None) -> list[str]:
     """Lines for a reader: bytes by kind with a column for each number of ranks, where the peak is, and the verdict."""
@@ -42,7 +44,9 @@ def heading(plan: Plan, gpu: Gpu | None) -> list[str]:
     if config.spec.kind == "language":
         what += f", {config.seq_len:,} tokens each"
     found = [f"{config.model} {config.model_size}, {parameters:,} parameters; {config.strategy}; {what}"]
-    if gpu is not None:
+    if gpu is None:
+        found.append("on CPUs, with gloo; for GPUs give theirs, such as --gpu h100")
+    else:
         found.append(f"{gpu.name}: {size(gpu.memory)} ({gpu.source})")
     if config.compile:
         found.append("--compile is left out: what a compiler keeps for backward, usually less, a plan can't see")
@@ -78,7 +82,9 @@ def _verdict(plan: Plan) -> list[str]:
     found.append(f"{host}{disk}")
     if plan.budget is not None:
         verdict = "fits" if plan.fits else "does not fit"
-        found.append(f"{verdict}: {size(plan.bytes)} of {size(plan.budget)} ({plan.bytes / plan.budget:.0%})")
+        near = bool(memory.reserved) and plan.fits and plan.bytes > (1 - TOO_LOW) * plan.budget
+        but = f", but barely: runs on GPUs have taken up to {TOO_LOW:.0%} more than planned" * near
+        found.append(f"{verdict}: {size(plan.bytes)} of {size(plan.budget)} ({plan.bytes / plan.budget:.0%}){but}")
     return found
 
 

@@ -95,7 +95,9 @@ def test_adapters_beside_the_weights_are_refused(ending: str, folder: Path, tmp_
     refused = f"{both}/adapter_model.{ending}: adapters aren't loaded; merge them into their model with peft, or move"
     for line in (["import", both, tmp_path / "imported"], ["export", both, tmp_path / "ours.pt", "--format=pt"]):
         assert refused in cli(*line)[2]
-    config = parse([f"--model=hf:{folder}", f"--init-from={both}", f"--run-dir={tmp_path / 'run'}", "--dataset=random-tokens"])
+    config = parse(
+        [f"--model=hf:{folder}", f"--init-from={both}", f"--run-dir={tmp_path / 'run'}", "--dataset=random-tokens"]
+    )
     with pytest.raises(ConfigError, match=r"adapters aren't loaded"):
         preflight(config, World(0, 1, 0, 1))
 

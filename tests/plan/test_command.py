@@ -167,3 +167,30 @@ def test_a_search_leaves_a_file_for_config_and_a_picture(
 
 
 FEW = {"shard_granularity": (1, "root"), "activation_checkpointing": (None, "block")}
+
+
+def test_a_plan_that_barely_fits_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    line = [*CNN, "--ranks=2", "--gpu=h100", "--no-advice"]
+    (there,) = main(line)
+    for part, barely in ((1.02, True), (1.1, False)):
+        capsys.readouterr()
+        main([*line, f"--budget={int(part * there.bytes)}"])
+        assert ("but barely: runs on GPUs have taken up to 5% more than planned" in capsys.readouterr().out) == barely
+
+
+def test_without_advice_a_plan_is_alone_and_says_what_its_ranks_are(capsys: pytest.CaptureFixture[str]) -> None:
+    main([*CNN, "--ranks=2", "--budget=1kB", "--no-advice"])
+    printed = capsys.readouterr()
+    assert "does not fit" in printed.out
+    assert "would save" not in printed.out
+    assert "trying" not in printed.err
+    assert "on CPUs, with gloo; for GPUs give theirs, such as --gpu h100" in printed.out
+
+
+def test_moments_in_few_bits_are_planned_on_a_gpu_too() -> None:
+    """There a fused kernel would be the default, which has none such."""
+    pytest.importorskip("torchao")
+    line = [*CNN, "--ranks=2", "--gpu=h100", "--optimizer=adamw", "--no-advice"]
+    (usual,), (few,) = main(line), main([*line, "--optimizer-state=8bit"])
+    assert few.memory.optimizer_bytes < usual.memory.optimizer_bytes
+    assert "--optimizer-state 8bit" in [flag for flag, _ in advice.changes(usual.config)]
