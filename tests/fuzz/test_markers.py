@@ -50,7 +50,7 @@ def test_reading(stage: Stage, data: st.DataObject) -> None:
 
 
 @given(st.data())
-@trials(60)
+@trials(40)
 def test_commands(stage: Stage, data: st.DataObject) -> None:
     run = stage.set()
     _change(data, LocalFiles(data.draw(st.sampled_from([stage.step, stage.step, run / "full_model"]))))

@@ -128,7 +128,7 @@ def test_reading(stage: Stage, untouched: None, data: st.DataObject) -> None:
 
 
 @given(st.data())
-@trials(60)
+@trials(40)
 def test_commands(stage: Stage, untouched: None, data: st.DataObject) -> None:
     stage.set()
     checkpoint = LocalFiles(stage.step)

@@ -57,7 +57,7 @@ def _change(data: st.DataObject, run: Path) -> None:
 
 
 @given(st.data())
-@trials(80)
+@trials(50)
 def test_commands(stage: Stage, data: st.DataObject) -> None:
     run = stage.set()
     for _ in range(data.draw(st.integers(1, 2))):
