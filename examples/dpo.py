@@ -88,6 +88,7 @@ def parse(words=None):
     for name, (_, check, _) in FLAGS.items():
         if getattr(flags, name) is not None:
             setattr(flags, name, checked(flag_of(name), getattr(flags, name), check))
+    flags.model = os.path.expanduser(flags.model)
     flags.lr, flags.track = flags.lr or (1e-5 if flags.lora else 1e-6), flags.track or ()
     return flags
 
@@ -202,7 +203,7 @@ def header(flags, data: pairs.Pairs, held_out: pairs.Pairs | None, policy, steps
 
 
 def tracked(flags, say) -> listeners.Trackers:
-    own, folder = dict(vars(flags)), Path(flags.out)
+    own, folder = dict(vars(flags)), Path(flags.out).absolute()
     plain = {name: one if isinstance(one, (int, float, str)) else str(one) for name, one in own.items()}
     kept = listeners.run_id(files.LocalFiles(folder), fresh=False)
     return listeners.Trackers(flags.track, listeners.Run(kept, None, {}, plain, folder), say)
@@ -285,13 +286,14 @@ def train(flags, data: pairs.Pairs, device: torch.device, steps: int, held_out: 
             saver.save_now(place, app, step, keep=2, info={"began": began, meaning.PART: meaning.hashes(kept)})
             say(f"wrote {place.checkpoint(step)}")
         if total[-1] and step < steps:
-            say(f"stopped by {stop.agreed(runtime.world())} after step {step}; the same command goes on")
+            reason = stop.agreed(runtime.world())
+            say(f"stopped by {reason} after step {step}; the same command goes on")
             break
     else:
         full_model.while_rank_0(lambda: os.path.exists(exported) or export_model(flags, steps))
+        reason = "finished" if found else "already finished"
         say(f"wrote {exported}" if found else f"{flags.out} is finished; {exported} has its model")
-        if found:
-            emit("end", {"step": steps})
+    emit("end", {"step": progress.step, "reason": reason})
     metrics.close()
     if len(told) > 1:
         at_trackers.close()
@@ -322,8 +324,7 @@ if __name__ == "__main__":
             spec = spec_of(flags)
             if spec.task != "causal":
                 raise ConfigError(f"{flags.model}: doesn't learn the next token, as answers need; give a causal model")
-            flags.model = str(spec.weights)  # of a name on the hub, the folder in its cache
-            tokenizer = own_tokenizer(Path(flags.model))
+            tokenizer = own_tokenizer(Path(str(spec.weights)))  # of a name on the hub, the folder in its cache
             how: dict[str, Any] = {"length": min(flags.seq_len, spec.positions or flags.seq_len)}
             how |= {"as_": flags.pairs_as, "drop": flags.bad_samples == "drop", "vocab_size": spec.vocab_size("own")}
             places = by_source([one for one in (flags.pairs, flags.eval_pairs) if one], flags.chat_fields)

@@ -339,7 +339,7 @@ class Config:
     tag: tuple[str, ...] = option((), "a tag KEY=VALUE in trackers; repeatable", tags, metavar="KEY=VALUE", many=True)
     tensorboard: bool = option(False, "the same as --track tensorboard", switch)
 
-    def __new__(cls, **words: Any) -> Config:
+    def __new__(cls, *values: Any, **words: Any) -> Config:
         flags_of_table(cls, {name.replace("_", "-"): value for name, value in words.items()}, cls.__name__)
         return super().__new__(cls)
 

@@ -187,6 +187,8 @@ def test_without_shares_an_epoch_has_each_sequence_once(files: tuple[Path, Path]
     assert rows[: len(together.train)] == rows[len(together.train) :]
     name = parse(["--model=llama", f"--dataset=text:{files[0]},text:{files[1]}"]).dataset
     assert parse(["--model=llama", f"--dataset={name}"]).dataset == name == f"text:{files[0]},text:{files[1]}"
+    mail = f"text:{files[0].parent}/a@b.txt"  # which is no share
+    assert parse(["--model=llama", f"--dataset={mail},text:{files[1]}"]).dataset == f"{mail},text:{files[1]}"
 
 
 @pytest.mark.parametrize(

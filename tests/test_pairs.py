@@ -265,6 +265,8 @@ def test_other_files_and_models_are_one_line(tmp_path: Path) -> None:
         load(tmp_path, {**TEXTS, "prompt": 5})
     load(tmp_path, {**TEXTS, "prompt": "a"})
     (tmp_path / "a.json").write_text("[]")
+    with pytest.raises(UnusableText, match=r"a\.json: isn't of a type .*; give it alone, or as a source of its own"):
+        pairs.load(f"{tmp_path}/a.json,{tmp_path}/pairs.jsonl", own_tokenizer(tmp_path), 64, 300)
     with pytest.raises(UnusableText, match=r"a\.json: its split train is empty"):
         pairs.load(str(tmp_path / "a.json"), own_tokenizer(tmp_path), 64, 300)
     line = ["--model=llama", f"--dataset=chat:{tmp_path}/pairs.jsonl", f"--tokenizer={tmp_path}"]

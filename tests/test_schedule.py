@@ -36,6 +36,7 @@ def factor(config: Config, step: int, steps_per_epoch: int) -> float:
 def rates(config: Config, steps: int, steps_per_epoch: int) -> list[float]:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=config.lr)
     one, found = Schedule(config, optimizer, place(steps_per_epoch)), []
+    one.go_on(0, None)
     for step in range(1, steps + 1):
         found.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
@@ -69,8 +70,13 @@ def test_each_schedule_warms_up_and_ends_at_its_floor() -> None:
 def test_a_run_that_ends_within_its_warm_up_is_refused() -> None:
     assert rates(Config(warmup_steps=7, epochs=2, lr=8.0), 8, 4)[:8] == [1, 2, 3, 4, 5, 6, 7, 8 * 0.85]
     for flags in ({"epochs": 2}, {"epochs": 9, "max_steps": 8}):
-        with pytest.raises(ConfigError, match="--warmup-steps 8: the run ends after 8 steps, before its learning rate"):
+        with pytest.raises(ConfigError, match="--warmup-steps 8: the run ends after step 8, before its learning rate"):
             rates(Config(warmup_steps=8, lr=1.0, **flags), 8, 4)  # type: ignore[arg-type]
+    # On more ranks a run that is past its warm-up has fewer steps in all.
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    later = Schedule(Config(warmup_steps=8, epochs=4, lr=1.0), optimizer, place(8, 4, epoch=3))
+    later.scheduler.last_epoch = 12
+    later.go_on(12, None)
 
 
 def test_epochs_say_how_long_the_run_is_where_no_steps_do() -> None:
@@ -250,7 +256,7 @@ def test_a_marker_that_says_no_length_is_not_asked_for_one(flags: dict[str, Any]
         ("--weight-decay=0.1", "use --optimizer adamw"),
         ("--weight-decay=0.1 --optimizer=adamw --strategy=fsdp1", "use --strategy fsdp2 or drop --weight-decay"),
         ("--lr-floor=0.1", "use cosine or linear"),
-        ("--warmup-steps=5 --max-steps=5", "the run ends after 5 steps, before its learning rate is reached"),
+        ("--warmup-steps=5 --max-steps=5", "the run ends after step 5, before its learning rate is reached"),
         ("--schedule=cosin", "did you mean cosine"),
     ],
 )

@@ -144,6 +144,17 @@ def test_ranks_that_start_up_end_with_their_launcher(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+def test_a_request_to_save_that_comes_early_is_kept_until_there_is_a_step() -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    stop = signals.StopSignals()
+    with stop.early():
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler  # ends a run that starts
+        signal.raise_signal(signal.SIGUSR1)
+        with stop:
+            assert stop.reason == "SIGUSR1"
+    assert signal.getsignal(signal.SIGUSR1) is before
+
+
 def test_a_signal_to_another_node_is_a_failure_to_torchrun_here(monkeypatch: pytest.MonkeyPatch) -> None:
     stop = signals.StopSignals()
     monkeypatch.setattr(signals, "SECONDS_APART", 0.0)

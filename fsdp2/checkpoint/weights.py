@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.checkpoint.full_file import differences
 from fsdp2.checkpoint.refusal import Refused
-from fsdp2.checkpoint.sources.opening import opened
+from fsdp2.checkpoint.sources.opening import opened, require_without_adapters
 from fsdp2.checkpoint.sources.source import Source, comparable, weights
 from fsdp2.checkpoint.store import DamagedCheckpoint
 from fsdp2.checkpoint.together import raised_on_all
@@ -49,6 +49,7 @@ def check_weights(
         partial: that one tensor fits is enough.
     """
     with opened(place) as source:
+        require_without_adapters(source)
         _fitting(source, targets, tied, partial=partial)
 
 
@@ -92,6 +93,7 @@ def load_weights(
         return error if isinstance(error, OtherWeights) else Refused(str(error))
 
     with raised_on_all(Refused, DamagedCheckpoint, OSError, as_=refused), opened(place) as source:
+        require_without_adapters(source)
         return fill(source, targets, slices_of, tied, partial=partial)
 
 

@@ -275,7 +275,7 @@ def require_reached(warmup_steps: float, steps: float) -> None:
     """Raise ConfigError if a run of so many steps ends within its warm-up."""
     if 1 <= steps <= warmup_steps:
         raise ConfigError(
-            f"--warmup-steps {warmup_steps:g}: the run ends after {steps} steps, before its learning rate is reached; "
+            f"--warmup-steps {warmup_steps:.0f}: the run ends after step {steps}, before its learning rate is reached; "
             "give fewer, or a share of the run such as 0.03"
         )
 

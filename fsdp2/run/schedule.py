@@ -85,7 +85,6 @@ class Schedule:
         self._by_epoch = config.schedule == "step" and not config.warmup_steps
         self._length = Length(config.epochs, config.max_steps, batches.global_batch)
         self.course = course(self._length, batches, 0, 0)
-        require_reached(config.warmup_steps, self.course.total)
         self.scheduler: LRScheduler
         if self._by_epoch:
             self.scheduler = StepLR(optimizer, step_size=1, gamma=config.gamma)
@@ -105,6 +104,8 @@ class Schedule:
         if not self._by_epoch and step > trained:
             raise ConfigError(f"--resume: the schedule counts {step} steps, and its run has done {trained}")
         self.course = course(self._length, self._batches, step, trained)
+        if step == 0:
+            require_reached(self._config.warmup_steps, self.course.total)
         if self._by_epoch:
             rates = [group["lr"] for group in self.scheduler.optimizer.param_groups]
             wanted = [base * self._config.gamma**step for base in self.scheduler.base_lrs]

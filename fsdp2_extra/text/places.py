@@ -59,20 +59,23 @@ def sources(name: str) -> list[tuple[str, float]]:
     parts = _BETWEEN.split(name)
     if len(parts) == 1 or os.path.exists(os.path.expanduser(name.partition(":")[2])):
         return [(name, 1.0)]
-    if not any(re.search(r"@[^/@]*$", part) for part in parts):
+    shares = [_number(part.rpartition("@")[2]) if "@" in part else None for part in parts]
+    if not any(share is not None for share in shares):
         return [(part, 0.0) for part in parts]
     found = []
-    for part in parts:
-        source, at, share = part.rpartition("@")
-        try:
-            number = float(share) if at else 0.0
-        except ValueError:
-            number = 0.0
-        if not 0 < number < math.inf:
+    for part, number in zip(parts, shares, strict=True):
+        if number is None or not 0 < number < math.inf:
             fix = "write it as text:PATH@0.7,chat:PATH@0.3, or without a share for each"
             raise ValueError(f"is a mixture, in which {part} has no share; {fix}")
-        found.append((source, number))
+        found.append((part.rpartition("@")[0], number))
     return found
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 def absolute(name: str) -> str:
@@ -140,7 +143,8 @@ def find(place: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[File]:
             raise UnusableText(f"{one}: there is no file of text ({', '.join(suffixes)})")
         found += files
     if strange := next((file.name for file in found if file.suffix not in suffixes), None):
-        fix = f"; give it as {PUBLISHED}PATH" if suffix_of(strange) in (".json", ".arrow", ".csv") else ""
+        own, alone = f"; give it as {PUBLISHED}PATH", "; give it alone, or as a source of its own: chat:A.json,chat:B"
+        fix = {".json": alone, ".arrow": own, ".csv": own}.get(suffix_of(strange), "")
         raise UnusableText(f"{strange}: isn't of a type that is read here: {', '.join(suffixes)}{fix}")
     return found
 

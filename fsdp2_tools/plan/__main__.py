@@ -106,6 +106,8 @@ def read(arguments: Sequence[str] | None) -> Asked:
             raise ConfigError(f"--html {html}: there is no folder {html.parent}; make it, or choose another")
     as_json, advises = given.pop("json", False), given.pop("advice", True)
     config = Config(**read_values(Config, given))
+    if searching and not advises:
+        raise ConfigError("--no-advice with --search: a search is about other flags; drop one of them")
     if searching:
         _check_search(ranks, gpu)
     elif own["out"] is not None:

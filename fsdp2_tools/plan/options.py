@@ -27,7 +27,10 @@ def parser(prog: str = "fsdp2.plan", *, add_help: bool = True) -> Any:
     own.add_argument("--out", metavar="DIR", help="where a search leaves its results (default: plans/<time>)")
     own.add_argument("--html", metavar="FILE", help="write a page of the plans, with a quarter to four times the batch")
     own.add_argument(
-        "--no-advice", dest="advice", action="store_false", help="leave out what other flags would save, or gain"
+        "--no-advice",
+        dest="advice",
+        action="store_false",
+        help="leave out what other flags would save, or gain, also for a run",
     )
     own.add_argument("--json", action="store_true", help="print JSON, in bytes, and nothing else")
     return found

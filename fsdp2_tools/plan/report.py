@@ -45,7 +45,7 @@ def heading(plan: Plan, gpu: Gpu | None) -> list[str]:
         what += f", {config.seq_len:,} tokens each"
     found = [f"{config.model} {config.model_size}, {parameters:,} parameters; {config.strategy}; {what}"]
     if gpu is None:
-        found.append("on CPUs, with gloo; for GPUs give theirs, such as --gpu h100")
+        found.append("on CPUs, with gloo; for GPUs name one, such as --gpu h100")
     else:
         found.append(f"{gpu.name}: {size(gpu.memory)} ({gpu.source})")
     if config.compile:
@@ -83,7 +83,7 @@ def _verdict(plan: Plan) -> list[str]:
     if plan.budget is not None:
         verdict = "fits" if plan.fits else "does not fit"
         near = bool(memory.reserved) and plan.fits and plan.bytes > (1 - TOO_LOW) * plan.budget
-        but = f", but barely: runs on GPUs have taken up to {TOO_LOW:.0%} more than planned" * near
+        but = f", but barely: published runs took up to {TOO_LOW:.0%} more than planned" * near
         found.append(f"{verdict}: {size(plan.bytes)} of {size(plan.budget)} ({plan.bytes / plan.budget:.0%}){but}")
     return found
 

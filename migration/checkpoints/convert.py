@@ -123,5 +123,5 @@ def _lines(origin: Origin, out: str) -> list[str]:
 
 
 def _without_state(origin: Origin, state: set[str | int]) -> list[str]:
-    members = [name for group in origin.groups() for name in group["params"]]
+    members = [name for group in origin.groups() for name in group.get("params", ())]
     return [name for name in members if name not in state] if state else []

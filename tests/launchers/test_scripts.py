@@ -55,7 +55,7 @@ class Job:
         self.preempted = folder / "preempted"
         show = f"if [[ -e {self.preempted} ]]; then echo PreemptTime=2026-11-30T11:09:17; fi"
         asked = f'if [[ $1 == show ]]; then {show}; else echo "$@" > {self.asked}; fi'
-        told = {"scancel": f'echo "$@" > {self.over}', "scontrol": asked, "torchrun": "exit 1"}
+        told = {"scancel": f'echo "$@" >> {self.over}', "scontrol": asked, "torchrun": "exit 1"}
         for name, body in {"srun": SRUN, **told}.items():
             (folder / name).write_text(f"#!/bin/bash\n{body}\n")
             (folder / name).chmod(0o755)
@@ -165,8 +165,12 @@ def test_the_shell_of_a_step_is_refused_and_a_job_from_there_is_not(job: Job, tm
 
 
 def test_a_program_of_ones_own_chooses_its_signal(job: Job, tmp_path: Path) -> None:
-    job.run("OUT", saves=str(tmp_path / "own" / "checkpoints" / "a"), PROGRAM="mine.py", RUN="own", SIGNAL="USR1")
-    assert job.over.read_text() == "--signal=USR1 1\n"
+    (tmp_path / "srun").write_text(f"#!/bin/bash\n{SRUN.replace('exit', 'sleep 6; exit')}\n")
+    own: dict[str, Any] = {"PROGRAM": "mine.py", "RUN": "own", "SIGNAL": "USR1"}
+    job.run("OUT", saves=str(tmp_path / "own" / "checkpoints" / "a"), **own)
+    assert job.over.read_text() == "--signal=USR1 1\n", "it may save at each, and is asked once"
+    job.run("--run-dir=run", saves=str(tmp_path / "run" / "checkpoints" / "a"))
+    assert job.over.read_text() == "--signal=USR1 1\n" * 2, "a rank that starts ignores the first"
 
 
 def test_of_an_array_one_task_is_asked_to_end_and_queued_again(job: Job, tmp_path: Path) -> None:

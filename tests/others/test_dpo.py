@@ -103,6 +103,20 @@ def test_a_tracker_has_its_figures_through_a_resume(ranks: Ranks, tmp_path: Path
     assert [one.step for one in board.Scalars("eval/loss")] == [2, 3]
 
 
+def test_a_tracker_hears_how_a_run_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    folder = save("llama", tmp_path / "model").removeprefix("hf:")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    line = [folder, str(PAIRS), "out", "--pairs-as=text", "--track=mlflow"]  # a path of the working directory
+    for reason in ("finished", "already finished"):
+        status, printed = on_ranks_of_its_own(2, dpo.__file__, line, tmp_path, {"MLFLOW_ALLOW_FILE_STORE": "true"})
+        assert status == 0, printed
+        client = mlflow.MlflowClient((tmp_path / "out" / "mlruns").as_uri())
+        (run,) = client.search_runs([one.experiment_id for one in client.search_experiments()])
+        assert run.info.status == "FINISHED", printed
+        assert _records(tmp_path / "out", "end")[-1]["reason"] == reason
+
+
 def test_microbatches_are_one_batch_to_rounding(ranks: Ranks, tmp_path: Path) -> None:
     """Of the last step of an epoch, 2 pairs of 6, one rank's second microbatch is empty."""
     folder = save("llama", tmp_path / "model").removeprefix("hf:")

@@ -175,16 +175,18 @@ def test_a_plan_that_barely_fits_says_so(capsys: pytest.CaptureFixture[str]) -> 
     for part, barely in ((1.02, True), (1.1, False)):
         capsys.readouterr()
         main([*line, f"--budget={int(part * there.bytes)}"])
-        assert ("but barely: runs on GPUs have taken up to 5% more than planned" in capsys.readouterr().out) == barely
+        assert ("but barely: published runs took up to 5% more than planned" in capsys.readouterr().out) == barely
 
 
 def test_without_advice_a_plan_is_alone_and_says_what_its_ranks_are(capsys: pytest.CaptureFixture[str]) -> None:
     main([*CNN, "--ranks=2", "--budget=1kB", "--no-advice"])
     printed = capsys.readouterr()
     assert "does not fit" in printed.out
+    with pytest.raises(ConfigError, match="--no-advice with --search"):
+        main([*CNN, "--ranks=2", "--gpu=h100", "--search", "--no-advice"])
     assert "would save" not in printed.out
     assert "trying" not in printed.err
-    assert "on CPUs, with gloo; for GPUs give theirs, such as --gpu h100" in printed.out
+    assert "on CPUs, with gloo; for GPUs name one, such as --gpu h100" in printed.out
 
 
 def test_moments_in_few_bits_are_planned_on_a_gpu_too() -> None:

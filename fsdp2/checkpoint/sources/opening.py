@@ -115,9 +115,6 @@ def _require_one_answer(place: str, folder: Files, model: str, steps: list[int])
     other = METADATA if is_there(folder, METADATA) else f"checkpoints/ with {len(steps)} steps" if steps else None
     if other is not None:
         raise Refused(f"{place}: holds {model}, and a checkpoint too ({other}); move one of them to another folder")
-    if adapters := next((name for name in sorted(folder.list("")) if name.startswith("adapter_model.")), None):
-        fix = "merge them into their model with peft, or move them away to take the model without them"
-        raise Refused(f"{place}/{adapters}: adapters aren't loaded; {fix}")
     if is_there(folder, MARKER) and model not in read_marker(folder)["files"]:
         raise Refused(f"{place}: holds {model}, which its {MARKER} doesn't list; move that file away")
 
@@ -216,8 +213,20 @@ def verified(source: Source, names: Iterable[str] | None = None) -> str:
     return VERIFIED
 
 
+def require_without_adapters(source: Source) -> None:
+    """Raise Refused for a model in whose folder adapters lie, which change what it computes and aren't loaded."""
+    folder = source.folder
+    if folder is None or source.file is not None or model_file(folder) is None:
+        return
+    if adapters := next((name for name in sorted(folder.list("")) if name.startswith("adapter_model.")), None):
+        fix = "merge them into their model with peft, or move them away to take the model without them"
+        raise Refused(f"{source.place}/{adapters}: adapters aren't loaded; {fix}")
+
+
 def require_undamaged(source: Source) -> str:
-    """`verified`, for who goes on to write of it. Raises Refused for a save that died before its commit."""
+    """`verified`, for who goes on to write of it. Raises Refused for a save that died before its commit, and as
+    `require_without_adapters` does."""
+    require_without_adapters(source)
     answer, folder = verified(source), source.folder
     is_run_s = source.file is None and CHECKPOINT_NAME.fullmatch(str(folder).rsplit("/", 1)[-1])
     if answer != VERIFIED and is_run_s:
