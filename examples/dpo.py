@@ -235,6 +235,8 @@ def train(flags, data: pairs.Pairs, device: torch.device, steps: int, held_out: 
             raise ValueError(f"{flags.out}: its checkpoint has other settings of the optimizer, or of the schedule")
     schedule.go_on(done, None)
     os.makedirs(flags.out, exist_ok=True)
+    if rank == 0 and not os.path.lexists(beside_checkpoints := f"{flags.out}/model"):  # for fsdp2.checkpoint export
+        meaning.replace(files.LocalFiles(beside_checkpoints), spec_of(flags).files("own"), lambda name: False)
     metrics = MetricsFile(Path(flags.out) / "metrics.jsonl", rank)
     metrics.cut(progress.metrics_position, done)
 

@@ -128,3 +128,14 @@ def test_keys_of_messages_that_say_no_are_named_or_refused(tmp_path: Path) -> No
     line["messages"][0] |= {"train": True}
     with pytest.raises(UnusableText, match=r"its message 1 .user. has train, and answers alone are learned; drop it"):
         encoded(chat, line)
+
+
+def test_an_answer_that_is_not_wanted_is_refused(tmp_path: Path) -> None:
+    """KTO's lines have one answer each, and whether it is a good one."""
+    pytest.importorskip("transformers")
+    chat = Chat(str(make_tokenizer(tmp_path, PLAIN)))
+    line = {"prompt": "a", "completion": "b"}
+    for label in (True, 0, 3):  # a good one, or a class
+        assert list(chat.encode([Row({**line, "label": label}, "line 1", 0)]))
+    with pytest.raises(UnusableText, match="line 1 has label false, an answer that isn't wanted"):
+        list(chat.encode([Row({**line, "label": False}, "line 1", 0)]))

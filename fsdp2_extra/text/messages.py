@@ -79,6 +79,8 @@ def _named(message: Any) -> str:
 
 def require_usual(table: dict[str, Any], keys: Collection[str], where: str, off: tuple[Any, ...] = ()) -> None:
     """Raise UnusableText for a key by which others learn something else, unless its value means nothing or is `off`."""
+    if table.get("label") is False:  # KTO's
+        raise UnusableText(f"{where} has label false, an answer that isn't wanted, which isn't learned here; drop it")
     for key in sorted(keys):
         if table.get(key, 1) not in (*USUAL, *off):
             raise UnusableText(

@@ -103,10 +103,12 @@ def _flags(file: Path) -> Mapping[str, Any]:
 
 
 def may_talk(place: str) -> bool:
-    """Return whether the data of a run may be conversations: tables in `datasets:` are, by their columns. May raise
-    Refused."""
+    """Return whether the data of a run may be conversations: tables in `datasets:` are, by their columns, and pairs of
+    answers. May raise Refused."""
     file = model_file(place, "config.json")
-    dataset = "" if file is None else str(_flags(file.parents[1] / "config.json").get("dataset"))
+    if file is None or not (flags := _flags(file.parents[1] / "config.json")):
+        return file is not None
+    dataset = str(flags.get("dataset"))
     return "chat:" in dataset or "datasets:" in dataset
 
 

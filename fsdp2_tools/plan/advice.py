@@ -163,7 +163,8 @@ def lines(advice: Advice, base: Plan) -> list[str]:
         return [
             "alone, each flag would save (those first that cost least):",
             *found,
-            f"it fits with {flags}: {size(advice.plan.bytes)} of {size(base.budget)}{_pace(advice.plan, base)}",
+            f"it fits with {flags}: {size(advice.plan.bytes)} of {size(base.budget)}{_pace(advice.plan, base)}"
+            + f", and {size(advice.plan.memory.on_host)} a rank in the host's memory" * ("--cpu-offload" in flags),
         ]
     least = f", with {flags}" if flags else " as it is"
     adapters = "--lora 16, " * (base.config.weights is not None and base.config.lora is None)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fsdp2 import data
 from fsdp2.config import Config
@@ -26,6 +26,7 @@ from fsdp2.parallel.engine import Engine
 from fsdp2.parallel.rules import Start
 from fsdp2.parallel.shards import local
 from fsdp2.run.directory.room import full_model_form
+from fsdp2.run.initial_weights import not_saved
 from fsdp2.run.parts import add_parts
 from fsdp2.run.process.runtime import World
 from fsdp2.train import engine_of, train_step
@@ -54,6 +55,7 @@ class Execution:
         blocks: the names of the model's blocks, in forward order.
         head: the name of the layer that makes the logits, of a model that tells.
         model_bytes, optimizer_bytes: of this rank's parameters and buffers, and of its optimizer's state.
+        saved_bytes: of what of the model is in a checkpoint.
         average_bytes: of `--ema`.
         starting: what loading other weights has allocated, before there was an optimizer; None if none are loaded.
         work: every operator, in the order in which they were issued.
@@ -64,6 +66,7 @@ class Execution:
     blocks: list[str]
     head: str | None
     model_bytes: int
+    saved_bytes: int
     optimizer_bytes: int
     average_bytes: int
     work: list[Work]
@@ -221,6 +224,7 @@ def _steps(
         blocks=[named[block] for block in blocks_of(config)(engine.model)],
         head=named.get(spec.head(engine.model)) if spec.head is not None else None,
         model_bytes=_bytes([*held["parameters"], *held["buffers"]]),
+        saved_bytes=_bytes(saved_of(config, engine.model)),
         optimizer_bytes=_bytes(held["optimizer"]),
         average_bytes=_bytes(engine.ema.averages.values() if engine.ema is not None else ()),
         work=ledger.watching.done,
@@ -260,6 +264,12 @@ def engine_without_values(
     # For adapters, add_parts would only add a checksum of the base, which needs values.
     add_parts(dataclasses.replace(config, lora=None, lora_alpha=None, lora_targets=(), lora_dropout=0.0), engine)
     return engine
+
+
+def saved_of(config: Config, model: nn.Module) -> list[Tensor]:
+    """The parameters and buffers of a model that a checkpoint holds: of one with adapters, these."""
+    left_out = not_saved(config)
+    return [one for name, one in (*model.named_parameters(), *model.named_buffers()) if not left_out(name)]
 
 
 def _bytes(tensors: Any) -> int:

@@ -32,7 +32,7 @@ class Memory:
         on_host: bytes in the memory of the machine that has the device: what is offloaded or copied to be saved.
         largest_exchange: bytes of the largest collective.
         exchanged_bytes, exchanges: of the collectives of a step; of at most three microbatches.
-        model_bytes, optimizer_bytes, average_bytes: of this rank's shards.
+        model_bytes, optimizer_bytes, average_bytes: of this rank's shards; saved_bytes, what of the model is saved.
     """
 
     rank: int
@@ -44,6 +44,7 @@ class Memory:
     exchanged_bytes: int
     exchanges: int
     model_bytes: int
+    saved_bytes: int
     optimizer_bytes: int
     average_bytes: int
 
@@ -79,6 +80,7 @@ def memory_of(config: Config, rank: int, runs: Runs, *, offload_apart: bool = Fa
         exchanged_bytes=runs.whole(lambda done: sum(_exchanged(done))),
         exchanges=runs.whole(lambda done: len(_exchanged(done))),
         model_bytes=runs.whole(lambda done: done.model_bytes),
+        saved_bytes=runs.whole(lambda done: done.saved_bytes),
         optimizer_bytes=runs.whole(lambda done: done.optimizer_bytes),
         average_bytes=runs.whole(lambda done: done.average_bytes),
     )

@@ -10,7 +10,7 @@ from fsdp2.parallel import FUSED
 from fsdp2.run.preflight import check_model, check_world
 from fsdp2.run.process.runtime import World
 from fsdp2_tools.plan.device import Gpu, Term, beside_on_cpu, terms
-from fsdp2_tools.plan.execute import Runs, run
+from fsdp2_tools.plan.execute import Runs, run, saved_of
 from fsdp2_tools.plan.memory import Memory, memory_of
 from fsdp2_tools.plan.steptime import StepTime, step_time
 
@@ -39,7 +39,7 @@ class Plan:
     last: Memory
     extra: tuple[Term, ...]
     budget: int | None
-    tensors_of_model: int
+    tensors_saved: int
     time: StepTime | None = None
     runs: Runs | None = dataclasses.field(default=None, repr=False)
 
@@ -59,8 +59,8 @@ class Plan:
     def checkpoint_bytes(self) -> int:
         """Of the files, at most: the last ranks' shards are smaller, and not each parameter has that many tensors."""
         memory, shards = self.memory, self.ranks // self.config.replicas
-        values = (memory.model_bytes + memory.optimizer_bytes + memory.average_bytes) * shards
-        return values + self.tensors_of_model * TENSORS_OF_EACH * shards * FRAME + REST * self.ranks
+        values = (memory.saved_bytes + memory.optimizer_bytes + memory.average_bytes) * shards
+        return values + self.tensors_saved * TENSORS_OF_EACH * shards * FRAME + REST * self.ranks
 
 
 def plan(
@@ -84,5 +84,5 @@ def plan(
     extra = terms(there[0], fullest) if on_gpu else [beside_on_cpu(fullest)]
     time = None if gpu is None or gpu.speed is None else step_time(config, ranks, there[0], gpu.speed)
     runs = there[0] if keep else None
-    tensors = len([*model.parameters(), *model.buffers()])
+    tensors = len(saved_of(config, model))
     return Plan(config, ranks, fullest, (others or [first])[-1], tuple(extra), budget, tensors, time, runs)

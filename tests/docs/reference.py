@@ -258,7 +258,7 @@ TRACKERS = [
         "`mlflow`",
         "the server or `file:` folder `MLFLOW_TRACKING_URI`, else `RUN/mlruns`; the experiment "
         "`MLFLOW_EXPERIMENT_NAME`, else `fsdp2`",
-        "unset, or `file:/some/folder`",
+        "unset, or `file:/some/folder`; what reads it needs `MLFLOW_ALLOW_FILE_STORE=true`",
     ],
     ["`tensorboard`", "`RUN/tensorboard`; name, tags and flags are a text there", "always"],
 ]

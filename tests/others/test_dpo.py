@@ -19,7 +19,8 @@ from fsdp2.options.errors import ConfigError
 from fsdp2.run.process.signals import StopSignals
 from fsdp2_extra.text import pairs
 from fsdp2_extra.text.tokenizer_file import own_tokenizer
-from tests.harness import Ranks, python_environment
+from fsdp2_tools.checkpoint import __main__ as checkpoint
+from tests.harness import Ranks, python_environment, same
 from tests.others.common import plain, save
 from tests.others.test_examples import CPU, PAIRS, _batches, _norm_on_two_ranks
 from tests.programs import in_a_process, on_ranks_of_its_own
@@ -211,6 +212,22 @@ def test_without_its_adapters_a_run_does_not_go_on(ranks: Ranks, tmp_path: Path)
         assert said == f"{out}: began with --lora 4, and not none; give that, or another OUT"
     for said in ranks.run(_refused, folder, out, "--lora=4", "--schedule=linear"):
         assert "began with --schedule cosine, and not linear" in said
+
+
+@pytest.mark.parametrize("more", [[], ["--lora=4"]], ids=["all weights", "adapters"])
+def test_any_checkpoint_is_exported_as_a_runs(ranks: Ranks, tmp_path: Path, more: list[str]) -> None:
+    pytest.importorskip("peft")
+    folder, out = save("llama", tmp_path / "model").removeprefix("hf:"), tmp_path / "out"
+    ranks.run(_on_ranks, folder, out, 2, "--checkpoint-every=1", *more)
+    assert checkpoint.main(["export", str(out), str(tmp_path / "newest"), "--format=hf"]) == 0
+    earlier = out / "checkpoints" / "step-00000001"
+    assert checkpoint.main(["export", str(earlier), str(tmp_path / "earlier"), "--format=hf"]) == 0
+    if not more:
+        theirs = plain(str(out / "model-2")).state_dict()
+        assert same(plain(str(tmp_path / "newest")).state_dict(), theirs)
+        assert not same(plain(str(tmp_path / "earlier")).state_dict(), theirs)
+    (out / "model" / "config.json").write_text("{}")
+    assert checkpoint.main(["export", str(out), str(tmp_path / "again"), "--format=hf"]) == 2
 
 
 def test_what_a_program_says(tmp_path: Path) -> None:

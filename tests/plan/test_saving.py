@@ -135,13 +135,19 @@ def test_starting_from_weights_takes_what_is_planned(ranks: Ranks, tmp_path: Pat
         assert planned(line).parts[STARTING].bytes == pytest.approx(ranks.run(_started, line)[0], rel=0.005), name
 
 
+WORDS = "--model=llama --model-size=debug --dataset=random-tokens --seq-len=16"
+
+
 @pytest.mark.parametrize(
-    ("flags", "count"),
-    [("", 2), ("--model=llama --model-size=debug --dataset=random-tokens --seq-len=16 --ema=0.9", 2), ("", 1)],
+    ("flags", "count"), [("", 2), (f"{WORDS} --ema=0.9", 2), ("", 1), (f"{WORDS} --init-from={{}} --lora=4", 2)]
 )
 def test_the_files_of_a_checkpoint_take_at_most_what_is_planned(
     train: Callable[..., Any], tmp_path: Path, flags: str, count: int
 ) -> None:
+    if "--lora" in flags:
+        pytest.importorskip("peft")
+        train(*WORDS.split(), "--save-model", n=count, steps=1, run="weights")
+        flags = flags.format(tmp_path / "weights")
     train(*flags.split(), n=count, steps=1)
     (folder,) = (tmp_path / "run" / "checkpoints").glob("step-*")
     there = sum(file.stat().st_size for file in folder.iterdir())
