@@ -6,6 +6,7 @@ adapters. MODEL is a folder of Hugging Face's, PAIRS a file of pairs (docs/data.
 it goes on.
 """
 
+import json
 import math
 import os
 from contextlib import contextmanager, nullcontext, suppress
@@ -38,6 +39,7 @@ from fsdp2.parallel import fully_sharded, groups, mesh, meta, precision
 from fsdp2.parallel.shards import groups_of
 from fsdp2.report.metrics import MetricsFile, OnEvent
 from fsdp2.run import restoring
+from fsdp2.run.directory.marker import shapes_of
 from fsdp2.run.parts import Base, checksum
 from fsdp2.run.process import runtime
 from fsdp2.run.process.ending import exit_status
@@ -257,6 +259,9 @@ def train(flags, data: pairs.Pairs, device: torch.device, steps: int, held_out: 
 
     emit("resume" if done else "start", {"header": lines, "step": done})
     exported = f"{flags.out}/model-{steps}"
+    described = {meaning.PART: meaning.hashes(kept), "model": shapes_of(policy)}  # what a run's marker has, for exports
+    if flags.lora:
+        described["adapters"] = json.loads(spec_of(flags).files("own")[lora.FILE])
     for step in range(done + 1, steps + 1):
         if batches.at_end():
             batches.next_epoch()
@@ -285,7 +290,7 @@ def train(flags, data: pairs.Pairs, device: torch.device, steps: int, held_out: 
         if step % flags.checkpoint_every == 0 or step == steps or total[-1]:
             progress.step, progress.metrics_position = step, broadcast(metrics.position())
             began = {one: getattr(flags, one) for one in AS_IT_BEGAN}
-            saver.save_now(place, app, step, keep=2, info={"began": began, meaning.PART: meaning.hashes(kept)})
+            saver.save_now(place, app, step, keep=2, info={"began": began, **described})
             say(f"wrote {place.checkpoint(step)}")
         if total[-1] and step < steps:
             reason = stop.agreed(runtime.world())

@@ -215,7 +215,9 @@ def test_without_its_adapters_a_run_does_not_go_on(ranks: Ranks, tmp_path: Path)
 
 
 @pytest.mark.parametrize("more", [[], ["--lora=4"]], ids=["all weights", "adapters"])
-def test_any_checkpoint_is_exported_as_a_runs(ranks: Ranks, tmp_path: Path, more: list[str]) -> None:
+def test_any_checkpoint_is_exported_as_a_runs(
+    ranks: Ranks, tmp_path: Path, more: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("peft")
     folder, out = save("llama", tmp_path / "model").removeprefix("hf:"), tmp_path / "out"
     ranks.run(_on_ranks, folder, out, 2, "--checkpoint-every=1", *more)
@@ -226,6 +228,13 @@ def test_any_checkpoint_is_exported_as_a_runs(ranks: Ranks, tmp_path: Path, more
         theirs = plain(str(out / "model-2")).state_dict()
         assert same(plain(str(tmp_path / "newest")).state_dict(), theirs)
         assert not same(plain(str(tmp_path / "earlier")).state_dict(), theirs)
+    said = capsys.readouterr()
+    assert "can't be compared" not in said.out
+    if more:
+        file = out / "model" / "adapter_config.json"
+        file.write_text(file.read_text().replace('"lora_alpha": 8', '"lora_alpha": 8000'))
+        assert checkpoint.main(["export", str(out), str(tmp_path / "forged"), "--format=hf"]) == 2
+        assert "alpha" in capsys.readouterr().err
     (out / "model" / "config.json").write_text("{}")
     assert checkpoint.main(["export", str(out), str(tmp_path / "again"), "--format=hf"]) == 2
 
