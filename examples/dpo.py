@@ -37,7 +37,7 @@ from fsdp2.options.values import (
 )
 from fsdp2.parallel import fully_sharded, groups, mesh, meta, precision
 from fsdp2.parallel.shards import groups_of
-from fsdp2.report.metrics import MetricsFile, OnEvent
+from fsdp2.report.metrics import MetricsFile
 from fsdp2.run import restoring
 from fsdp2.run.directory.marker import shapes_of
 from fsdp2.run.parts import Base, checksum
@@ -91,6 +91,8 @@ def parse(words=None):
         if getattr(flags, name) is not None:
             setattr(flags, name, checked(flag_of(name), getattr(flags, name), check))
     flags.model = os.path.expanduser(flags.model)
+    if os.path.isdir(flags.model):  # of a name on the hub there may be no such folder
+        flags.model = os.path.abspath(flags.model)  # adapters name it, and are merged from anywhere
     flags.lr, flags.track = flags.lr or (1e-5 if flags.lora else 1e-6), flags.track or ()
     return flags
 
@@ -132,8 +134,8 @@ def spec_of(flags):
     return models.get(f"hf:{flags.model}", lora=adapters)
 
 
-def beside(flags) -> dict[str, bytes]:
-    return {name: content for name, content in spec_of(flags).files("own").items() if name != lora.FILE}
+def without_adapters_file(files_of_model) -> dict[str, bytes]:
+    return {name: content for name, content in files_of_model.items() if name != lora.FILE}
 
 
 def sharded(flags, device: torch.device, *, trained: bool):
@@ -213,7 +215,8 @@ def tracked(flags, say) -> listeners.Trackers:
 
 def train(flags, data: pairs.Pairs, device: torch.device, steps: int, held_out: pairs.Pairs | None = None, stop=None):
     place = store.Store(files.LocalFiles(f"{flags.out}/checkpoints"))
-    require_same(flags, place, kept := beside(flags))
+    own_files = spec_of(flags).files("own")
+    require_same(flags, place, kept := without_adapters_file(own_files))
     stop = stop or StopSignals()  # which remembers none until it is entered
     policy = sharded(flags, device, trained=True)
     reference = None if flags.lora else sharded(flags, device, trained=False)
@@ -237,8 +240,8 @@ def train(flags, data: pairs.Pairs, device: torch.device, steps: int, held_out: 
             raise ValueError(f"{flags.out}: its checkpoint has other settings of the optimizer, or of the schedule")
     schedule.go_on(done, None)
     os.makedirs(flags.out, exist_ok=True)
-    if rank == 0 and not os.path.lexists(beside_checkpoints := f"{flags.out}/model"):  # for fsdp2.checkpoint export
-        meaning.replace(files.LocalFiles(beside_checkpoints), spec_of(flags).files("own"), lambda name: False)
+    if rank == 0 and not os.path.lexists(f"{flags.out}/model"):  # for fsdp2.checkpoint export
+        meaning.replace(files.LocalFiles(f"{flags.out}/model"), own_files, lambda name: False)
     metrics = MetricsFile(Path(flags.out) / "metrics.jsonl", rank)
     metrics.cut(progress.metrics_position, done)
 
@@ -249,9 +252,9 @@ def train(flags, data: pairs.Pairs, device: torch.device, steps: int, held_out: 
     say(*(lines := header(flags, data, held_out, policy, steps)))
     if done:
         say(f"resumed from {place.checkpoint(done)} at step {done:,}, epoch {batches.epoch + 1}")
-    told: list[OnEvent] = [metrics]
+    told: list[MetricsFile | listeners.Trackers] = [metrics]
     if rank == 0 and flags.track:
-        told.append(at_trackers := tracked(flags, say))
+        told.append(tracked(flags, say))
 
     def emit(kind: str, facts: dict[str, Any]) -> None:
         for listener in told:
@@ -261,7 +264,7 @@ def train(flags, data: pairs.Pairs, device: torch.device, steps: int, held_out: 
     exported = f"{flags.out}/model-{steps}"
     described = {meaning.PART: meaning.hashes(kept), "model": shapes_of(policy)}  # what a run's marker has, for exports
     if flags.lora:
-        described["adapters"] = json.loads(spec_of(flags).files("own")[lora.FILE])
+        described["adapters"] = json.loads(own_files[lora.FILE])
     for step in range(done + 1, steps + 1):
         if batches.at_end():
             batches.next_epoch()
@@ -301,9 +304,8 @@ def train(flags, data: pairs.Pairs, device: torch.device, steps: int, held_out: 
         reason = "finished" if found else "already finished"
         say(f"wrote {exported}" if found else f"{flags.out} is finished; {exported} has its model")
     emit("end", {"step": progress.step, "reason": reason})
-    metrics.close()
-    if len(told) > 1:
-        at_trackers.close()
+    for listener in told:
+        listener.close()
     return found
 
 
@@ -313,8 +315,9 @@ def in_words(figures: dict[str, float]) -> str:
 
 def export_model(flags, steps: int):
     spec, to = spec_of(flags), "peft" if flags.lora else "hf"
-    like = spec.on_meta("own"), beside(flags)
-    adapters = read_adapters(spec.files("own")[lora.FILE], flags.out) if flags.lora else None
+    own_files = spec.files("own")
+    like = spec.on_meta("own"), without_adapters_file(own_files)
+    adapters = read_adapters(own_files[lora.FILE], flags.out) if flags.lora else None
     more = {"peft": {"task_type": "CAUSAL_LM"}, "talks": flags.pairs_as != "text"}
     export(flags.out, f"{flags.out}/model-{steps}", to, like=like, adapters=adapters, **more)
 

@@ -155,7 +155,6 @@ def test_pairs_of_another_trainer_by_the_names_of_their_fields(tmp_path: Path) -
     named = fields_of("prompt=conversations,role=from,content=value,user=human,assistant=gpt")
     theirs = load(tmp_path, {"conversations": [ask], "chosen": good, "rejected": bad}, fields=named)
     assert theirs.content == load(tmp_path, {"prompt": "q", "chosen": "a", "rejected": "b"}).content
-    load(tmp_path, {"prompt": "q", "chosen": "a", "rejected": "b"})  # what stands in the file now
     file = tmp_path / "theirs.jsonl"
     file.write_text(json.dumps({"conversations": [ask], "chosen": good, "rejected": bad}) + "\n")
     with pytest.raises(ConfigError, match=r"line 1: has a chosen and a rejected answer; examples/dpo\.py learns from"):

@@ -123,11 +123,8 @@ def test_each_flag_is_kept_told_or_may_change() -> None:
 )
 def test_a_checkpoint_of_before_a_flag_has_its_default(flag: str, default: str) -> None:
     usual = parse(line := ["--schedule=cosine", "--optimizer=adamw"])
-    model, checkpoint, name = (
-        usual.spec.on_meta(usual.model_size),
-        LocalFiles("a checkpoint"),
-        flag[2:].partition("=")[0],
-    )
+    model, checkpoint = usual.spec.on_meta(usual.model_size), LocalFiles("a checkpoint")
+    name = flag[2:].partition("=")[0]
     flags = {one: value for one, value in to_flags(usual).items() if one != name}
     marker = {"model": shapes_of(model), "config": flags}
     resuming.check_checkpoint(usual, model, checkpoint, marker)

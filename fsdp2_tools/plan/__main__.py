@@ -63,7 +63,7 @@ class Asked:
     out: str | None
     html: Path | None
     as_json: bool
-    advises: bool = True
+    advises: bool
 
     def tell(self, *lines: str) -> None:
         if not self.as_json:

@@ -30,7 +30,7 @@ def parser(prog: str = "fsdp2.plan", *, add_help: bool = True) -> Any:
         "--no-advice",
         dest="advice",
         action="store_false",
-        help="leave out what other flags would save, or gain, also for a run",
+        help="leave out what other flags would save, or gain; --run-dir keeps none then",
     )
     own.add_argument("--json", action="store_true", help="print JSON, in bytes, and nothing else")
     return found

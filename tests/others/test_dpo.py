@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -195,6 +196,8 @@ def test_a_model_by_its_name_has_its_own_tokenizer(tmp_path: Path) -> None:
         command, env=python_environment() | environment, cwd=tmp_path, capture_output=True, text=True, timeout=120
     )
     assert f"pairs: {wanted}\n" in done.stdout, done.stderr
+    assert dpo.parse([os.path.relpath(snapshot), "pairs.jsonl", "out"]).model == str(snapshot)
+    assert dpo.parse(["a/b", "pairs.jsonl", "out"]).model == "a/b"
     at_home = [f"~/{snapshot.relative_to(tmp_path)}", "pairs.jsonl", "out-2"]
     assert f"pairs: {wanted}\n" in on_ranks_of_its_own(1, dpo.__file__, at_home, tmp_path, environment)[1]
     (snapshot / "tokenizer.json").rename(snapshot / "vocab.json")
