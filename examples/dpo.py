@@ -36,9 +36,11 @@ from fsdp2.options.values import (
     word_of,
 )
 from fsdp2.parallel import fully_sharded, groups, mesh, meta, precision
+from fsdp2.parallel.activation_checkpointing import checkpoint_activations
 from fsdp2.parallel.shards import groups_of
 from fsdp2.report.metrics import MetricsFile
 from fsdp2.run import restoring
+from fsdp2.run.checkpoints import is_due
 from fsdp2.run.directory.marker import shapes_of
 from fsdp2.run.parts import Base, checksum
 from fsdp2.run.process import runtime
@@ -69,11 +71,13 @@ FLAGS = {
     "eval_pairs": (None, location, "pairs that are evaluated after each epoch, and not learned"),
     "checkpoint_every": (100, whole(1), "steps between checkpoints"),
     "chat_fields": (None, chat_fields, "a file's names of fields: prompt=question,chosen=good; ; before --eval-pairs'"),
+    "eval_every": (None, whole(1), "also evaluate after each N steps"),
     "lora": (None, whole(1), "train adapters of this rank, and no weights"),
+    "lora_alpha": (None, number(0, 1e6, open_minimum=True), "adapters count alpha / rank times; unset = 2 x rank"),
     "track": (None, trackers, "also write to wandb, mlflow or tensorboard, or several by commas"),
 }
 FIGURES = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")  # TRL's names
-AS_IT_BEGAN = ("lora", "beta", "lr", "schedule", "warmup_steps", "clip_grad_norm", "global_batch_size")
+AS_IT_BEGAN = ("lora", "lora_alpha", "beta", "lr", "schedule", "warmup_steps", "clip_grad_norm", "global_batch_size")
 
 
 def parse(words=None):
@@ -84,6 +88,8 @@ def parse(words=None):
         said = "" if default is None else f" (default: {default})"
         parser.add_argument(flag_of(name), metavar=word_of(check), default=default, help=what + said)
     parser.add_argument("--mixed-precision", nargs="?", const="bf16", choices=["bf16"], help="compute in bf16")
+    again: dict[str, Any] = {"nargs": "?", "const": "block", "choices": ["block", "op"]}
+    parser.add_argument("--activation-checkpointing", **again, help="compute activations again in backward, as a run")
     # What a training's schedule and trackers read, without a flag here.
     parser.set_defaults(max_steps=None, gamma=1.0, lr_floor=0.0, tensorboard=False)
     flags = parser.parse_args(words)
@@ -94,6 +100,9 @@ def parse(words=None):
     if os.path.isdir(flags.model):  # of a name on the hub there may be no such folder
         flags.model = os.path.abspath(flags.model)  # adapters name it, and are merged from anywhere
     flags.lr, flags.track = flags.lr or (1e-5 if flags.lora else 1e-6), flags.track or ()
+    if flags.lora_alpha and not flags.lora:
+        raise ConfigError("--lora-alpha: there are no adapters without --lora RANK; add it, or drop this one")
+    flags.lora_alpha = flags.lora_alpha or (2.0 * flags.lora if flags.lora else None)
     return flags
 
 
@@ -107,6 +116,8 @@ def require_same(flags, place: store.Store, kept: dict[str, bytes]) -> None:
         with suppress(store.DamagedCheckpoint):  # restoring it says that
             marker = store.read_marker(place.checkpoint(steps[-1]))
     began, changed = broadcast((marker.get("began", {}), meaning.others(marker, kept)))
+    if began and flags.lora:
+        began.setdefault("lora_alpha", 2.0 * flags.lora)  # in checkpoints from before there was the flag
     if changed:
         raise ConfigError(
             f"{flags.model}/{changed[0]}: has changed since {flags.out} began; put it back, or another OUT"
@@ -130,7 +141,7 @@ def in_a_line():
 def spec_of(flags):
     """The specification of transformers' model, with adapters if `--lora` asks for them."""
     dtype = precision.DTYPES[flags.mixed_precision or "fp32"]
-    adapters = lora.Lora(flags.lora, 2.0 * flags.lora, base_dtype=dtype, weights=flags.model) if flags.lora else None
+    adapters = lora.Lora(flags.lora, flags.lora_alpha, base_dtype=dtype, weights=flags.model) if flags.lora else None
     return models.get(f"hf:{flags.model}", lora=adapters)
 
 
@@ -144,6 +155,8 @@ def sharded(flags, device: torch.device, *, trained: bool):
     if not trained:  # before sharding: what is frozen has no gradient to exchange, and is kept as it is computed
         for parameter in model.requires_grad_(False).parameters():
             parameter.data = parameter.data.to(precision.DTYPES[flags.mixed_precision or "fp32"])
+    if trained and flags.activation_checkpointing:  # before sharding, whose all-gathers stay outside
+        checkpoint_activations(spec.blocks(model), flags.activation_checkpointing)
     units, ranks = groups.shard_groups(model, spec.blocks(model)), mesh.make_mesh(device.type, dist.get_world_size())
     casts = precision.fsdp2_policy(flags.mixed_precision, "fp32")
     # Without a backward nothing would free what torch keeps gathered for it after a forward.
@@ -286,11 +299,11 @@ def train(flags, data: pairs.Pairs, device: torch.device, steps: int, held_out: 
         say(f"step {step}/{steps}  " + in_words(found[-1]))
         facts = {"step": step, "epoch": batches.epoch, "lr": rate, "grad_norm": float(norm), "samples": batch.samples}
         emit("train", facts | found[-1])
-        if held_out and (batches.at_end() or step == steps):
+        if held_out and (batches.at_end() or step == steps or is_due(flags.eval_every, step)):
             result = evaluated(policy, reference, flags, held_out, device)
             emit("eval", {"step": step, "epoch": batches.epoch, "count": len(held_out), **result})
             say(f"held out, after step {step}  " + in_words(result))
-        if step % flags.checkpoint_every == 0 or step == steps or total[-1]:
+        if is_due(flags.checkpoint_every, step) or step == steps or total[-1]:
             progress.step, progress.metrics_position = step, broadcast(metrics.position())
             began = {one: getattr(flags, one) for one in AS_IT_BEGAN}
             saver.save_now(place, app, step, keep=2, info={"began": began, **described})

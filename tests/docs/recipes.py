@@ -26,6 +26,7 @@ RECIPES = {
 }
 DPO = "all weights, on preferences, in fp32: a pair of answers of 1,024 tokens a GPU"
 DPO_LORA = "adapters of rank 16, on preferences, in bf16: the same pair, and no second model"
+DPO_AGAIN = "… activations are computed again in backward"
 BEGIN, END = "<!-- python -m tests.docs.recipes -->\n", "<!-- end -->\n"
 
 
@@ -49,9 +50,9 @@ def planned_dpo() -> list[int]:
     return [with_reference(Config(**OF_DPO), ranks, find_gpu("h100")) for ranks in RANKS]
 
 
-def planned_dpo_with_adapters() -> list[int]:
+def planned_dpo_with_adapters(**more: Any) -> list[int]:
     """The same with `--lora 16 --mixed-precision`. A forward of the reference holds nothing that the next doesn't."""
-    config = Config(**OF_DPO, lora=16, mixed_precision="bf16")
+    config = Config(**OF_DPO, lora=16, mixed_precision="bf16", **more)
     return [plan(config, ranks, find_gpu("h100"), None).bytes for ranks in RANKS]
 
 
@@ -61,6 +62,13 @@ def table() -> str:
     rows = [(f"`configs/{name}.toml`", what, planned(name)) for name, what in RECIPES.items()]
     rows += [("`examples/dpo.py`", DPO, planned_dpo())]
     rows += [("`examples/dpo.py --lora 16 --mixed-precision`", DPO_LORA, planned_dpo_with_adapters())]
+    rows += [
+        (
+            "the same with `--activation-checkpointing`",
+            DPO_AGAIN,
+            planned_dpo_with_adapters(activation_checkpointing="block"),
+        )
+    ]
     for name, what, sizes in rows:
         lines.append(f"| {name} | {what} | " + " | ".join(map(size, sizes)) + " |")
         print(lines[-1], flush=True)

@@ -122,8 +122,10 @@ def test_a_tracker_hears_how_a_run_has_ended(tmp_path: Path, monkeypatch: pytest
 def test_microbatches_are_one_batch_to_rounding(ranks: Ranks, tmp_path: Path) -> None:
     """Of the last step of an epoch, 2 pairs of 6, one rank's second microbatch is empty."""
     folder = save("llama", tmp_path / "model").removeprefix("hf:")
-    for name, more in (("whole", ()), ("parts", ("--batch-size=1",))):
+    for name, more in (("whole", ()), ("parts", ("--batch-size=1", "--eval-every=3"))):
         ranks.run(_on_ranks, folder, tmp_path / name, STEPS, *more)
+    evaluated = [[one["step"] for one in _records(tmp_path / name, "eval")] for name in ("whole", "parts")]
+    assert evaluated == [[2, 4, 6], [2, 3, 4, 6]]
     whole, parts = (_records(tmp_path / name, "train") for name in ("whole", "parts"))
     for kind in (*dpo.FIGURES, "grad_norm"):  # sums in another order
         assert [one[kind] for one in parts] == pytest.approx([one[kind] for one in whole], rel=1e-4, abs=1e-6)
@@ -215,6 +217,46 @@ def test_without_its_adapters_a_run_does_not_go_on(ranks: Ranks, tmp_path: Path)
         assert said == f"{out}: began with --lora 4, and not none; give that, or another OUT"
     for said in ranks.run(_refused, folder, out, "--lora=4", "--schedule=linear"):
         assert "began with --schedule cosine, and not linear" in said
+    for said in ranks.run(_refused, folder, out, "--lora=4", "--lora-alpha=16"):
+        assert "began with --lora-alpha 8.0, and not 16.0" in said
+
+
+def _recomputed(folder: str, out: Path, *more: str) -> tuple[list[dict[str, float]], int]:
+    """Figures of a run, and how often a block's forward ran."""
+    from transformers.models.llama import modeling_llama
+
+    calls, forward = 0, modeling_llama.LlamaMLP.forward
+
+    def counted(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return forward(*args)
+
+    modeling_llama.LlamaMLP.forward = counted
+    try:
+        return _on_ranks(folder, out, STEPS, *more), calls
+    finally:
+        modeling_llama.LlamaMLP.forward = forward
+
+
+def test_activations_are_computed_again_for_the_same_figures(ranks: Ranks, tmp_path: Path) -> None:
+    """Of adapters, whose reference, in which nothing learns, is the same modules."""
+    pytest.importorskip("peft")
+    folder = save("llama", tmp_path / "model").removeprefix("hf:")
+    kept = ranks.run(_recomputed, folder, tmp_path / "kept", "--lora=4")
+    again = ranks.run(_recomputed, folder, tmp_path / "again", "--lora=4", "--activation-checkpointing")
+    for (figures, calls), (theirs, fewer) in zip(again, kept, strict=True):
+        assert figures == theirs
+        assert calls > fewer
+
+
+def test_adapters_have_the_scale_that_is_asked_for(ranks: Ranks, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    folder, out = save("llama", tmp_path / "model").removeprefix("hf:"), tmp_path / "out"
+    ranks.run(_on_ranks, folder, out, 2, "--lora=4", "--lora-alpha=64")
+    assert peft.PeftConfig.from_pretrained(out / "model-2").lora_alpha == 64
+    with pytest.raises(ConfigError, match="there are no adapters without --lora"):
+        dpo.parse([folder, "pairs", str(out), "--lora-alpha=64"])
 
 
 @pytest.mark.parametrize("more", [[], ["--lora=4"]], ids=["all weights", "adapters"])

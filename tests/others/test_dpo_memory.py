@@ -57,9 +57,10 @@ def test_the_sum_of_a_plan_and_the_references_shards(ranks: Ranks, model: Path) 
     assert taken > 1.06 * (expected - shards), "so small a copy could be left out of the sum"
 
 
-def test_with_adapters_a_plan_of_the_training(ranks: Ranks, model: Path) -> None:
+@pytest.mark.parametrize("again", [[], ["--activation-checkpointing"]], ids=["kept", "computed again"])
+def test_with_adapters_a_plan_of_the_training(ranks: Ranks, model: Path, again: list[str]) -> None:
     pytest.importorskip("peft")
-    taken = max(ranks.run(_taken, str(model), "--lora=16", "--mixed-precision"))
-    found = plan(parse([*_flags(model), "--lora=16", "--mixed-precision", "--clip-grad-norm=off"]), 2, None, None)
-    print(taken, found.bytes)
-    assert 0.92 < taken / found.bytes < 1.03
+    more = ["--lora=16", "--mixed-precision", *again]
+    taken = max(ranks.run(_taken, str(model), *more))
+    found = plan(parse([*_flags(model), *more, "--clip-grad-norm=off"]), 2, None, None)
+    assert 0.95 < taken / found.tensors < 1.05  # what a ledger sees; the losses differ
