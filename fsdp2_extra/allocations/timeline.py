@@ -62,22 +62,23 @@ class Timeline:
 
 def dump(line: Timeline) -> bytes:
     """A timeline as gzipped JSON, a column for each property of its allocations."""
-    modules, operations = _Names(), _Names()
+    modules: dict[str, int] = {}  # text -> its number, in the order of their first use
+    operations: dict[str, int] = {}
     columns: dict[str, list[Any]] = {
         "bytes": [a.bytes for a in line.allocations],
         "born": [round(a.born, 6) for a in line.allocations],
         "died": [None if a.died is None else round(a.died, 6) for a in line.allocations],
         "kind": [KINDS.index(a.kind or "temporary") for a in line.allocations],
         "phase": [a.phase for a in line.allocations],
-        "module": [modules.index(a.module) for a in line.allocations],
-        "operation": [operations.index(a.operation) for a in line.allocations],
+        "module": [modules.setdefault(a.module, len(modules)) for a in line.allocations],
+        "operation": [operations.setdefault(a.operation, len(operations)) for a in line.allocations],
     }
     content = {
         "version": VERSION,
         "facts": line.facts,
         "kinds": KINDS,
-        "modules": modules.names,
-        "operations": operations.names,
+        "modules": list(modules),
+        "operations": list(operations),
         "phases": [[p.name, p.step, round(p.began, 6)] for p in line.phases],
         "collectives": [[c.name, c.bytes, c.step] for c in line.collectives],
         "allocations": columns,
@@ -145,17 +146,3 @@ def _row(values: Sequence[Any], *kinds: type[Any]) -> Sequence[Any]:
 
 def _refuse(constant: str) -> NoReturn:
     raise TypeError(f"{constant} is not JSON")
-
-
-class _Names:
-    """Texts in the order of their first use, each with its number."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-        self._numbers: dict[str, int] = {}
-
-    def index(self, name: str) -> int:
-        if name not in self._numbers:
-            self._numbers[name] = len(self.names)
-            self.names.append(name)
-        return self._numbers[name]
