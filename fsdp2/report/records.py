@@ -70,7 +70,8 @@ def readable(file: BinaryIO, step: int) -> tuple[bytes, str]:
     They are in the order of steps, and each step stands in them once.
     """
     file.seek(0)
-    kept: dict[bytes, tuple[int, bool]] = {}  # line -> step, and whether it comes behind that step's own record
+    # Line -> step, whether it comes behind that step's own record, kind.
+    kept: dict[bytes, tuple[int, bool, str]] = {}
     steps: set[int] = set()
     first = at = 0
     for line in iter(lambda: file.readline(LONGEST_LINE), b""):
@@ -87,17 +88,12 @@ def readable(file: BinaryIO, step: int) -> tuple[bytes, str]:
             steps.add(at)
         elif kind in ("start", "resume") and not kept:
             first = at  # a run that went on from another's checkpoint has no earlier steps
-        kept.setdefault(line, (at, kind != "train"))
-    lines = sorted(kept, key=lambda line: kept[line])
+        kept.setdefault(line, (at, kind != "train", kind))
+    lines = sorted(kept, key=lambda line: kept[line][:2])
     # Records behind that of the checkpoint are those of a resume, or of an end.
-    saved = [n for n, line in enumerate(lines, 1) if kept[line] == (step, True) and _is_checkpoint(line)]
+    saved = [n for n, line in enumerate(lines, 1) if kept[line] == (step, True, "checkpoint")]
     missing = _missing(sorted(steps), first, step)
     return b"".join(lines[: saved[0]] if saved else lines), f"metrics.jsonl was damaged and is repaired: {missing}"
-
-
-def _is_checkpoint(line: bytes) -> bool:
-    record = parse(line)
-    return record is not None and record["kind"] == "checkpoint"
 
 
 def _missing(steps: list[int], first: int, last: int) -> str:
