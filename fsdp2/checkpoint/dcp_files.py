@@ -155,9 +155,6 @@ class Written(list[WriteResult]):
         super().__init__(results)
         self.files = dict(files)
 
-    def __reduce__(self) -> Any:
-        return Written, (list(self), self.files)
-
 
 class ShardWriter(dcp.FileSystemWriter):
     """Writes shards into a directory that `begin` makes, and ends with `commit` of all files' fingerprints.
