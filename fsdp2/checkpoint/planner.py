@@ -82,7 +82,11 @@ class StrictLoadPlanner(DefaultLoadPlanner):
             raise Refused(f"is a {kinds[0]} of another kind than the {kinds[1]} here")
         self.state_dict[name] = loaded
         if self.flatten_state_dict:
-            _set_element(self.original_state_dict, self.mappings[name], loaded)
+            tree: Any = self.original_state_dict
+            *path, last = self.mappings[name]
+            for key in path:
+                tree = tree[key]
+            tree[last] = loaded
 
 
 def _fits(loaded: Any, target: Any, *, whole: bool) -> bool:
@@ -94,10 +98,3 @@ def _fits(loaded: Any, target: Any, *, whole: bool) -> bool:
         return not whole or (len(loaded) == len(target) and all(_fits(a, b, whole=True) for a, b in pairs))
     kinds = {type(loaded), type(target)}
     return len(kinds) == 1 or kinds == {int, float} or (isinstance(loaded, dict) and isinstance(target, dict))
-
-
-def _set_element(tree: Any, path: tuple[str | int, ...], value: Any) -> None:
-    """Set a leaf of nested dicts and lists by its path."""
-    for key in path[:-1]:
-        tree = tree[key]
-    tree[path[-1]] = value
