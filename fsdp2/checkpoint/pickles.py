@@ -155,15 +155,13 @@ class _Machine:
         self.memo[len(self.memo)] = self.stack[-1]
 
     def tuple_of(self) -> None:
-        items = tuple(self.pop_mark())
-        self.stack.append(items)
+        self.stack.append(tuple(self.pop_mark()))
 
     def mark(self) -> None:
         self.marks.append(len(self.stack))
 
     def append(self) -> None:
-        item = self.stack.pop()
-        self.extend([item])
+        self.extend([self.stack.pop()])
 
     def appends(self) -> None:
         self.extend(self.pop_mark())
@@ -307,10 +305,6 @@ def _skip(count: int) -> Operation:
     return operate
 
 
-def _text(raw: bytes) -> str:
-    return raw.decode()  # strictly: pickle itself lets a lone surrogate through, which no name has
-
-
 _STOP = pickle.STOP[0]
 _OPERATIONS: dict[int, Operation] = {
     operation[0]: operate
@@ -325,8 +319,9 @@ _OPERATIONS: dict[int, Operation] = {
         pickle.BININT: _operand("<i", _Machine.push),
         pickle.BINFLOAT: _operand(">d", _Machine.push),
         pickle.LONG1: _counted("B", lambda raw: int.from_bytes(raw, "little", signed=True)),
-        pickle.SHORT_BINUNICODE: _counted("B", _text),
-        pickle.BINUNICODE: _counted("<I", _text),
+        # Strictly: pickle itself lets a lone surrogate through, which no name has.
+        pickle.SHORT_BINUNICODE: _counted("B", bytes.decode),
+        pickle.BINUNICODE: _counted("<I", bytes.decode),
         pickle.SHORT_BINBYTES: _counted("B", bytes),
         pickle.BINBYTES: _counted("<I", bytes),
         pickle.NONE: _push(lambda: None),
