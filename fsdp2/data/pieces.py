@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp2.data.splits import Rows, Split
+from fsdp2.data.splits import InBatches, Rows, Split
 
 
 def piece_of(inputs: Any, number: int, of: int) -> dict[str, Tensor]:
@@ -27,7 +27,7 @@ def _part(tokens: Tensor, number: int, of: int) -> Tensor:
     return tokens.chunk(of, dim=-1)[number].contiguous()
 
 
-class Pieces:
+class Pieces(InBatches):
     """A split whose items are a piece of each sequence, with the targets of its tokens.
 
     A target is the next token also where that is in the next piece. What is counted, and what says the content, is of
@@ -41,10 +41,6 @@ class Pieces:
 
     def __len__(self) -> int:
         return len(self.split)
-
-    def __getitem__(self, index: int) -> tuple[Any, Tensor]:
-        inputs, targets = self.split[index]
-        return piece_of(inputs, self.number, self.of), _part(targets, self.number, self.of)
 
     def __getitems__(self, indices: Rows) -> tuple[Any, Tensor]:
         inputs, targets = self.split.__getitems__(indices)
