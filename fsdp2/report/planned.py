@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from fsdp2.checkpoint.places import open_files
 from fsdp2.config import Config
 from fsdp2.options.parser import to_flags
+from fsdp2.options.settings_file import read_table
 from fsdp2.report import PLAN
 from fsdp2.units import printable, size
 
@@ -63,8 +64,6 @@ class Planned:
 
 def advice(place: str, world_size: int) -> str | None:
     """Bytes of a rank that flags save by the plan in a run's directory; None where it says nothing."""
-    from fsdp2.options.settings_file import read_table
-
     try:
         content = read_table(f"{place}/{PLAN}")
         found = content["advice"]
@@ -88,8 +87,6 @@ def read(config: Config, world_size: int) -> Planned | str | None:
         return None  # a new directory
     if open_files(config.run_dir).size(PLAN) is None:
         return None
-    from fsdp2.options.settings_file import read_table
-
     try:
         content = read_table(f"{config.run_dir.rstrip('/')}/{PLAN}")
         plans = {one["ranks"]: one for one in content["plans"]}
