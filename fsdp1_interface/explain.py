@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import BackwardPrefetch, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffloadPolicy, MixedPrecisionPolicy
 
 from fsdp1_interface.arguments import Arguments
 from fsdp1_interface.units import Ignored
@@ -113,8 +113,6 @@ def _keywords(given: Mapping[str, Any], meshes: Mapping[DeviceMesh, str]) -> str
         parts.append(f"mp_policy={_precision(given['mp_policy'])}")
     if isinstance(given["offload_policy"], CPUOffloadPolicy):
         parts.append(f"offload_policy=CPUOffloadPolicy(pin_memory={given['offload_policy'].pin_memory})")
-    else:
-        assert isinstance(given["offload_policy"], OffloadPolicy)
     if given["ignored_params"]:
         parts.append("ignored_params=ignored")
     return ", ".join(parts)
