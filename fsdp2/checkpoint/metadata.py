@@ -4,7 +4,7 @@ here, each field checked: its text, numbers and names are a stranger's."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -161,13 +161,10 @@ def _paths(paths: Any) -> dict[str, TreePath]:
     if not isinstance(paths, dict):
         return {}
     for name, path in paths.items():
-        if not (isinstance(name, str) and isinstance(path, tuple) and path and _are_parts(path)):
+        are_parts = isinstance(path, tuple) and path and all(type(part) in (str, int) for part in path)  # bool is none
+        if not (isinstance(name, str) and are_parts):
             raise Refused(f"has {_short(path)} as the path of {_short(name)}")
     return paths
-
-
-def _are_parts(path: Iterable[Any]) -> bool:
-    return all(isinstance(part, (str, int)) and not isinstance(part, bool) for part in path)
 
 
 def misses(size: Sequence[int], chunks: Sequence[tuple[Sequence[int], Sequence[int]]]) -> str | None:
