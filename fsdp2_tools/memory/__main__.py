@@ -48,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Path]:
 def summary(lines: Sequence[Timeline]) -> str:
     """Each rank's peak, by kind; and what the ranks exchange in a step."""
     rows: dict[str, list[str]] = {}
+    kinds = dict.fromkeys(kind for line in lines for kind in line.by_kind(line.peak()[0]))  # that any rank has
     for line in lines:
         at, most = line.peak()
         sizes = line.by_kind(at)
@@ -56,19 +57,13 @@ def summary(lines: Sequence[Timeline]) -> str:
             ("", f"rank {line.facts['rank']}"),
             ("peak", size(most)),
             ("in", f"{phase.name}, step {phase.step}"),
-            *((kind, size(sizes.get(kind, 0))) for kind in kinds_of(lines)),
+            *((kind, size(sizes.get(kind, 0))) for kind in kinds),
         ]:
             rows.setdefault(name, []).append(cell)
     width = max(len(name) for name in rows) + 2
     text = [f"{name:{width}}" + "".join(f"{cell:>22}" for cell in cells) for name, cells in rows.items()]
     text += [f"{name}: {count} a step, {size(amount)}" for name, (count, amount) in exchanges(lines[0]).items()]
     return "\n".join(text)
-
-
-def kinds_of(lines: Sequence[Timeline]) -> list[str]:
-    """The kinds that any rank has at its peak, in a fixed order."""
-    present = [line.by_kind(line.peak()[0]) for line in lines]
-    return list(dict.fromkeys(kind for sizes in present for kind in sizes))
 
 
 if __name__ == "__main__":
