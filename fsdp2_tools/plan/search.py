@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from fsdp2.config import Config
@@ -177,7 +178,7 @@ def search(
     seen = {name_of({})}
     expanded: set[str] = set()
     while one := next(
-        (s for s in sorted(found, key=_cost)[:width] if s.name not in expanded and worth(s, found)), None
+        (s for s in sorted(found, key=attrgetter("cost"))[:width] if s.name not in expanded and worth(s, found)), None
     ):
         expanded.add(one.name)
         for changes in neighbours(config, one.changes, ways):
@@ -185,7 +186,7 @@ def search(
             if name in seen:
                 continue
             if len(seen) >= most:
-                return sorted(found, key=_cost)
+                return sorted(found, key=attrgetter("cost"))
             try:
                 there = dataclasses.replace(config, **changes)
                 if any(is_heavier(there, other) for other in too_heavy):
@@ -196,7 +197,7 @@ def search(
                 continue
             if not found[-1].plan.fits:
                 too_heavy.append(there)
-    return sorted(found, key=_cost)
+    return sorted(found, key=attrgetter("cost"))
 
 
 def worth(one: Setting, found: Sequence[Setting]) -> bool:
@@ -208,10 +209,6 @@ def worth(one: Setting, found: Sequence[Setting]) -> bool:
         for part in parts
         if own is not None and part.plan.time is not None
     )
-
-
-def _cost(one: Setting) -> tuple[Any, ...]:
-    return one.cost
 
 
 def frontier(found: Sequence[Setting]) -> list[Setting]:
