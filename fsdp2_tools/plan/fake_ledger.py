@@ -104,20 +104,16 @@ class FakeLedger(Ledger):
 
     def _collective(self, name: str, operation: str, values: Sequence[Any]) -> None:
         super()._collective(name, operation, values)
-        self._on_its_stream(name, values)
-        if name == "reduce-scatter" and self.gloo:
-            tensors = [leaf for value in values for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-            copy = torch.empty_like(max(tensors, key=lambda tensor: tensor.nbytes))
-            self.mark("communication", [copy])
-
-    def _on_its_stream(self, name: str, values: Sequence[Any]) -> None:
-        """Name what an exchange's result lies in after it: FSDP2 allocates that on the exchange's stream."""
         tensors = [leaf for value in values for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+        # FSDP2 allocates an exchange's result on the exchange's stream: what it lies in is named after it.
         choose = {"all-gather": max, "reduce-scatter": min}.get(name)
         if choose is not None:
             allocation = self._note(choose(tensors, key=lambda tensor: tensor.nbytes), name)
             if allocation is not None:
                 allocation.operation = name
+        if name == "reduce-scatter" and self.gloo:
+            copy = torch.empty_like(max(tensors, key=lambda tensor: tensor.nbytes))
+            self.mark("communication", [copy])
 
     def _out_of(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
         super()._out_of(module, inputs, outputs)
