@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -50,10 +49,9 @@ def save_together(
     app.gather()
     aliases = {name for _, *others in tied for name in others}
     targets = {name: tensor for name, tensor in plain_names(app.model).items() if name not in aliases}
-    like = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in targets.items()}
-    files, local = shards_of(like, SHARD_BYTES), LocalFiles(folder)
+    files, local = shards_of(targets, SHARD_BYTES), LocalFiles(folder)
     _together(lambda: _begin(local, files) if dist.get_rank() == 0 else None)
-    _together(lambda: _write_rows(folder, files, targets, slices_of))
+    _together(lambda: _write_rows(folder, files, slices_of))
     app.release()
     mine = list(files)[dist.get_rank() :: dist.get_world_size()]
     prints = _together(lambda: {file: fingerprint(local, f"{file}.tmp") for file in mine})
@@ -88,16 +86,13 @@ def _begin(folder: LocalFiles, files: dict[str, dict[str, Tensor]]) -> None:
 
 
 def _write_rows(
-    folder: Path,
-    files: dict[str, dict[str, Tensor]],
-    targets: dict[str, Tensor],
-    slices_of: Callable[[Tensor], tuple[slice, ...]],
+    folder: Path, files: dict[str, dict[str, Tensor]], slices_of: Callable[[Tensor], tuple[slice, ...]]
 ) -> None:
     for file, tensors in files.items():
         _, starts = layout(tensors)
         with disk_errors(folder, 0), open(folder / f"{file}.tmp", "r+b", buffering=0) as target:
             for name, start in starts.items():
-                tensor = targets[name]
+                tensor = tensors[name]
                 if not _is_mine(tensor):
                     continue
                 rows, *others = slices_of(tensor) or (slice(0, 1),)
