@@ -70,8 +70,7 @@ def _gathered(sharded: Mapping[K, Tensor], folder: Path | None) -> dict[K, Tenso
         return {}
     if folder is None:
         return {name: gather(name).cpu() for name in sharded}
-    like = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in sharded.items()}
-    return spool(like, lambda name: gather(name).cpu().contiguous(), folder)
+    return spool(sharded, lambda name: gather(name).cpu().contiguous(), folder)
 
 
 @torch.no_grad()

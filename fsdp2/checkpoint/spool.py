@@ -22,7 +22,7 @@ def spool(tensors: Mapping[K, Tensor], read: Callable[[K], Tensor], folder: Path
     """Copy tensors, one at a time, into a temporary file of their size, and map it; the tensors there, by name.
 
     Args:
-        tensors: name -> tensor on `meta`.
+        tensors: name -> tensor with the shape and dtype: on `meta`, or sharded.
         read: name -> that tensor on the CPU, contiguous.
         folder: where the file is made. It has no name there, and is gone with the last tensor, or this process.
     """
