@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -120,8 +121,4 @@ def is_odd_tensor(entry: Entry) -> bool:
 
 def parts(tree: Tree) -> dict[str, int]:
     """Name of each part of a tree -> how many entries it has."""
-    counts: dict[str, int] = {}
-    for path in tree:
-        part = dotted(path[:2] if path[0] in ("app", "state") else path[:1])
-        counts[part] = counts.get(part, 0) + 1
-    return counts
+    return Counter(dotted(path[:2] if path[0] in ("app", "state") else path[:1]) for path in tree)
