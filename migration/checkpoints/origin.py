@@ -154,7 +154,10 @@ def _model_of(found: Found, wanted: str | None) -> tuple[Piece, TreePath]:
             if wanted in (piece.label, dotted(prefix), str(prefix[-1:] and prefix[-1]))
         ]
     if not places:
-        _refuse_lonely_optimizer(found)
+        if any(optimizer.find(piece.tree) == [()] for piece in found.pieces):
+            raise Refused(
+                f"{found.place}: is an optimizer's state alone; give the model's file, and this as --optimizer"
+            )
         there = sorted({part for piece in found.pieces for part in parts(piece.tree)})
         raise Refused(
             f"{found.place}: holds {', '.join(there[:6]) or 'nothing'}, and it isn't clear which are a model's "
@@ -182,11 +185,6 @@ def _models(tree: Tree) -> list[TreePath]:
 def _prefixes(tree: Tree, key: str) -> list[TreePath]:
     found = {path[: i + 1] for path, e in tree.items() if e.meta is not None for i in range(len(path) - 1)}
     return [prefix for prefix in found if dotted(prefix) == key]
-
-
-def _refuse_lonely_optimizer(found: Found) -> None:
-    if any(optimizer.find(piece.tree) == [()] for piece in found.pieces):
-        raise Refused(f"{found.place}: is an optimizer's state alone; give the model's file, and this as --optimizer")
 
 
 def _require_shapes(found: Found, model: Mapping[str, Entry], shapes: Mapping[str, Sequence[int]]) -> None:
