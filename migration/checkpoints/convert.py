@@ -110,18 +110,13 @@ def _lines(origin: Origin, out: str) -> list[str]:
     model = origin.model()
     state = {path[1] for path in optimizer if path[0] == "state"}
     what = f"{len(model)} tensors of a model"
+    groups = origin.groups()
     if optimizer:
-        groups = len(origin.groups())
-        what += f", optimizer state of {len(state)} parameters in {groups} group{'s' * (groups > 1)}"
+        what += f", optimizer state of {len(state)} parameters in {len(groups)} group{'s' * (len(groups) > 1)}"
     why = origin.step_from or ("since nothing says which" if optimizer else "since the optimizer starts fresh")
     step = f"step {origin.step}, {why}"
     lines.append(f"wrote {out}: {what}; {step}")
-    if optimizer and (without := _without_state(origin, state)):
+    if state and (without := [name for group in groups for name in group.get("params", ()) if name not in state]):
         lines.append(f"{len(without)} parameters have no optimizer state, frozen or never used: {without[0]}, …")
     lines += origin.left
     return [*lines, ANEW]
-
-
-def _without_state(origin: Origin, state: set[str | int]) -> list[str]:
-    members = [name for group in origin.groups() for name in group.get("params", ())]
-    return [name for name in members if name not in state] if state else []
