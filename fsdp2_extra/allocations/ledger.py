@@ -309,19 +309,14 @@ class Ledger(TorchDispatchMode):
         for hook in self._hooks:
             hook.remove()
         self._patched.__exit__(None, None, None)
-        self._settle()
+        for allocation in self.allocations:  # of those that nobody has marked
+            allocation.kind = allocation.kind or kind_of(allocation, self.phases)
 
     def _into(self, module: nn.Module, inputs: Any) -> None:
         self._modules.append(self._names.get(id(module), type(module).__name__))
 
     def _out_of(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
         self._modules.pop()
-
-    def _settle(self) -> None:
-        """Give a kind to what nobody has marked."""
-        for allocation in self.allocations:
-            if allocation.kind is None:
-                allocation.kind = kind_of(allocation, self.phases)
 
 
 def kind_of(allocation: Allocation, phases: Sequence[Phase]) -> str:
