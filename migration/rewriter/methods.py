@@ -248,14 +248,10 @@ def _class(scene: Scene, module: Module, node: cst.Name | cst.Attribute) -> None
 def compare(scene: Scene, module: Module) -> None:
     """`type(model) is FSDP`, in whatever words: the class of a sharded model is its own, and an FSDPModule."""
     for node in module.all(cst.Comparison):
-        _compared(scene, module, node)
-
-
-def _compared(scene: Scene, module: Module, node: cst.Comparison) -> None:
-    model = compared(node, module, scene.symbol)
-    operator = node.comparisons[0].operator
-    if model is not None and isinstance(operator, (cst.Is, cst.IsNot, cst.Equal, cst.NotEqual)):
-        edits = scene.edits(module)
-        edits.need(FSDP, "FSDPModule")
-        differs = "not " if isinstance(operator, (cst.IsNot, cst.NotEqual)) else ""
-        edits.replace(module.span(node), f"{differs}isinstance({edits.code(model)}, FSDPModule)")
+        model = compared(node, module, scene.symbol)
+        operator = node.comparisons[0].operator
+        if model is not None and isinstance(operator, (cst.Is, cst.IsNot, cst.Equal, cst.NotEqual)):
+            edits = scene.edits(module)
+            edits.need(FSDP, "FSDPModule")
+            differs = "not " if isinstance(operator, (cst.IsNot, cst.NotEqual)) else ""
+            edits.replace(module.span(node), f"{differs}isinstance({edits.code(model)}, FSDPModule)")
