@@ -22,7 +22,7 @@ INNER = ("_streams", "_all_handles", "flat_param", "_reset_lazy_init", "_state_d
 METHODS = ("no_sync", "clip_grad_norm_", "summon_full_params", "register_comm_hook")
 OWN_TYPE = "model.module is the model, so that its type is FSDP's: isinstance() finds its own class"
 OPTIMIZER = re.compile(r"(Adam\w*|SGD\w*|Adagrad|Adadelta|RMSprop|Lion|LAMB|Lamb|Adafactor|\w*Optimizer)$")
-EVALUATES = re.compile(r"\.eval\(|no_grad|inference_mode")
+EVALUATES = re.compile(r"\.eval\(|no_grad|inference_mode")  # after which a group may be gathered
 
 
 def move(scene: Scene) -> list[Undecided]:
@@ -118,7 +118,7 @@ def _call(scene: Scene, module: Module, node: cst.Call) -> None:
     elif isinstance(node.func, cst.Attribute) and node.func.attr.value == "zero_grad":
         if scene.is_model(node.func.value, module):
             scene.take("FC35", node, module)
-            if _after_forward(module, node, node.func.value):
+            if EVALUATES.search(module.text) or between(module, node, node.func.value):
                 raise Undecided("FC35", "zero_grad() clears nothing of a group that is gathered", node, module)
     else:
         forward(scene, module, node)
@@ -133,11 +133,6 @@ def asked(module: Module, node: cst.Call) -> str:
     """The name that getattr or hasattr asks for; "" for other calls."""
     by_string = module.code(node.func) in ("getattr", "hasattr") and len(node.args) > 1
     return (string(node.args[1].value) if by_string else None) or ""
-
-
-def _after_forward(module: Module, node: cst.Call, model: cst.BaseExpression) -> bool:
-    """True if a group may be gathered: after an evaluation, or between the model's call and a backward below it."""
-    return EVALUATES.search(module.text) is not None or between(module, node, model)
 
 
 def between(module: Module, node: cst.Call, model: cst.BaseExpression) -> bool:
