@@ -133,7 +133,8 @@ def move(scene: Scene, modules: Sequence[Module]) -> tuple[Home | None, list[Und
                 continue
             code = code_of(symbol, node, module, scene.symbol)
             head = symbol.partition(".")[0]
-            if (refused := REFUSED.get(symbol, REFUSED.get(head))) and not _only_compared(module, node):
+            only_compared = isinstance(module.parent(node), (cst.Comparison, cst.ComparisonTarget))
+            if (refused := REFUSED.get(symbol, REFUSED.get(head))) and not only_compared:
                 problems.append(_left(refused, node, module))
             elif code == "FC05" and not _takes_module_first(module, node):
                 problems.append(_left("FC05", node, module))
@@ -215,11 +216,6 @@ def _unwraps_for_ever(module: Module, call: cst.Call) -> bool:
     own = home is not None and isinstance(call.func, cst.Name) and call.func.value == home.name.value
     inner = [arg.value.attr.value for arg in call.args if isinstance(arg.value, cst.Attribute)]
     return own and bool({"module", PREFIX} & set(inner))
-
-
-def _only_compared(module: Module, node: cst.CSTNode) -> bool:
-    above = module.parent(node)
-    return isinstance(above, (cst.Comparison, cst.ComparisonTarget))
 
 
 def _left(code: str, node: cst.CSTNode, module: Module) -> Undecided:
