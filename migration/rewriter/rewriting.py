@@ -9,7 +9,7 @@ import libcst as cst
 from migration.rewriter.edits import MOVED, Edits, Taken, Undecided
 from migration.rewriter.module import Module
 from migration.rewriter.program import Program
-from migration.rewriter.values import Leaf, Values, assignment, is_none, string
+from migration.rewriter.values import Leaf, assignment, is_none, only, string
 
 FSDP = "torch.distributed.fsdp"
 
@@ -19,7 +19,6 @@ class Rewriting:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.values = Values(program)
         self._edits: dict[int, Edits] = {}
         self.account: list[Taken] = []
         self._droppable: list[tuple[cst.Name, Module]] = []
@@ -36,7 +35,7 @@ class Rewriting:
         return self.edits(module).code(node)
 
     def only(self, node: cst.BaseExpression, module: Module) -> Leaf | None:
-        return self.values.only(node, module)
+        return only(self.program, node, module)
 
     def known(self, node: cst.BaseExpression, module: Module, code: str) -> Leaf:
         """Raises Undecided where `only` knows none."""

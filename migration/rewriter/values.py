@@ -74,46 +74,41 @@ def assignment(target: cst.CSTNode, module: Module) -> cst.Assign | cst.AnnAssig
     return assign if isinstance(assign, cst.Assign) and len(assign.targets) == 1 else None
 
 
-class Values:
-    def __init__(self, program: Program) -> None:
-        self.program = program
+def only(program: Program, node: cst.BaseExpression, module: Module, depth: int = 0) -> Leaf | None:
+    """The one value that an expression has: written there, or assigned once to the name that it is, in the same
+    function or outside of all, of names that are the same in both places. None for anything else."""
+    if is_none(node):
+        return Leaf("none", node, module)
+    if (symbol := program.symbol(node, module)) is not None:
+        return Leaf("symbol", node, module, symbol)
+    if isinstance(node, cst.Call):
+        return _of_call(program, node, module)
+    if isinstance(node, cst.Lambda):
+        return Leaf("function", node, module)
+    if not isinstance(node, cst.Name):
+        unknown = (cst.Attribute, cst.Subscript, cst.IfExp, cst.BooleanOperation, cst.NamedExpr)
+        return None if isinstance(node, unknown) else Leaf("value", node, module)
+    bindings = module.assignments(node)
+    if not bindings and node.value in ("True", "False"):
+        return Leaf("value", node, module)
+    if len(bindings) != 1 or depth > 4:
+        return None
+    if isinstance(bindings[0].node, cst.FunctionDef):
+        return Leaf("function", bindings[0].node, module)
+    made = assignment(bindings[0].node, module)
+    leaf = only(program, made.value, module, depth + 1) if made is not None and made.value is not None else None
+    if leaf is None or module.function(leaf.node) not in (None, module.function(node)):
+        return None
+    start, end = module.order(leaf.node), module.order(node)
+    bound = [module.order(b.node) for name in module.within(leaf.node, cst.Name) for b in module.assignments(name)]
+    return None if any(start < at < end for at in bound) else leaf
 
-    # --- what is written out ---
 
-    def only(self, node: cst.BaseExpression, module: Module, depth: int = 0) -> Leaf | None:
-        """The one value that an expression has: written there, or assigned once to the name that it is, in the same
-        function or outside of all, of names that are the same in both places. None for anything else."""
-        if is_none(node):
-            return Leaf("none", node, module)
-        if (symbol := self.program.symbol(node, module)) is not None:
-            return Leaf("symbol", node, module, symbol)
-        if isinstance(node, cst.Call):
-            return self._of_call(node, module)
-        if isinstance(node, cst.Lambda):
-            return Leaf("function", node, module)
-        if not isinstance(node, cst.Name):
-            unknown = (cst.Attribute, cst.Subscript, cst.IfExp, cst.BooleanOperation, cst.NamedExpr)
-            return None if isinstance(node, unknown) else Leaf("value", node, module)
-        bindings = module.assignments(node)
-        if not bindings and node.value in ("True", "False"):
-            return Leaf("value", node, module)
-        if len(bindings) != 1 or depth > 4:
-            return None
-        if isinstance(bindings[0].node, cst.FunctionDef):
-            return Leaf("function", bindings[0].node, module)
-        made = assignment(bindings[0].node, module)
-        leaf = self.only(made.value, module, depth + 1) if made is not None and made.value is not None else None
-        if leaf is None or module.function(leaf.node) not in (None, module.function(node)):
-            return None
-        start, end = module.order(leaf.node), module.order(node)
-        bound = [module.order(b.node) for name in module.within(leaf.node, cst.Name) for b in module.assignments(name)]
-        return None if any(start < at < end for at in bound) else leaf
-
-    def _of_call(self, node: cst.Call, module: Module) -> Leaf | None:
-        if any(name == "functools.partial" for name, _ in module.qualified(node.func)) and node.args:
-            args, spread = arguments(node, skip=1)
-            symbol = self.program.symbol(node.args[0].value, module)
-            return Leaf("partial", node, module, symbol, args, spread) if symbol is not None else None
-        args, spread = arguments(node)
-        symbol = self.program.symbol(node.func, module)
-        return Leaf("call" if symbol is not None else "value", node, module, symbol or "", args, spread)
+def _of_call(program: Program, node: cst.Call, module: Module) -> Leaf | None:
+    if any(name == "functools.partial" for name, _ in module.qualified(node.func)) and node.args:
+        args, spread = arguments(node, skip=1)
+        symbol = program.symbol(node.args[0].value, module)
+        return Leaf("partial", node, module, symbol, args, spread) if symbol is not None else None
+    args, spread = arguments(node)
+    symbol = program.symbol(node.func, module)
+    return Leaf("call" if symbol is not None else "value", node, module, symbol or "", args, spread)
