@@ -250,9 +250,6 @@ class Scopes:
             if not isinstance(child, cst.CompFor):
                 self._visit(child, inner)
 
-    def _nothing(self, node: cst.CSTNode, scope: Scope) -> None:
-        pass  # global and nonlocal, which _declared has read
-
 
 def module_name(statement: cst.ImportFrom) -> str:
     """The module of `from … import`, with its dots."""
@@ -270,8 +267,7 @@ _VISITS: dict[type, Callable[..., None]] = {
     cst.FunctionDef: Scopes._function,
     cst.Lambda: Scopes._lambda,
     cst.ClassDef: Scopes._class,
-    cst.Global: Scopes._nothing,
-    cst.Nonlocal: Scopes._nothing,
+    **dict.fromkeys((cst.Global, cst.Nonlocal), lambda *_: None),  # which _declared has read
     **dict.fromkeys((cst.Attribute, cst.Arg), Scopes._value),
     **dict.fromkeys((cst.AssignTarget, cst.AugAssign, cst.AnnAssign, cst.For, cst.NamedExpr), Scopes._targeted),
     **dict.fromkeys((cst.ListComp, cst.SetComp, cst.DictComp, cst.GeneratorExp), Scopes._comprehension),
