@@ -257,18 +257,12 @@ def unwrap(edits: Edits, block: cst.With, *items: cst.WithItem) -> None:
         edits.replace(span, ", ".join(module.code(other).rstrip(", ") for other in rest))
         return
     assert isinstance(block.body, cst.IndentedBlock)
-    outer = module.indent(block)
-    start, end = _body_start(module, block), module.line_span(block.body.body[-1])[1]
+    outer, colon = module.indent(block), module.text.index(":", max(module.span(item)[1] for item in block.items))
+    # Behind the colon's line, so that comments above the first statement are kept.
+    start, end = module.text.index("\n", colon) + 1, module.line_span(block.body.body[-1])[1]
 
     def body() -> str:
         inner = edits.render((start - 1, end))[1:]  # with what is put above the first statement
         return textwrap.indent(textwrap.dedent(inner), outer, lambda line: bool(line.strip()))
 
     edits.replace((module.line_span(block)[0], end), body, kept=(start, end))
-
-
-def _body_start(module: Module, block: cst.With) -> int:
-    """Behind the colon's line, so that comments above the first statement are kept."""
-    colon = max(module.span(item)[1] for item in block.items)
-    position = module.text.index(":", colon)
-    return module.text.index("\n", position) + 1
