@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from itertools import takewhile
 
 import libcst as cst
 
@@ -78,15 +78,10 @@ class Rewriting:
             or module.code(call.func) in ("dict", "set", "tuple", "getattr", "int", "torch.device")
             or module.code(call.func).endswith(("partial", "current_device"))
             for call in module.within(node, cst.Call)
-            if not any(isinstance(above, cst.Lambda) and above is not node for above in self._above(call, node, module))
+            if not any(
+                isinstance(one, cst.Lambda) for one in takewhile(lambda one: one is not node, module.ancestors(call))
+            )
         )
-
-    @staticmethod
-    def _above(inner: cst.CSTNode, outer: cst.CSTNode, module: Module) -> Iterable[cst.CSTNode]:
-        for above in module.ancestors(inner):
-            if above is outer:
-                return
-            yield above
 
 
 def constant(node: cst.BaseExpression | None, default: object = None) -> object:
