@@ -52,8 +52,7 @@ class Files:
         candidates = self._by_last_name.get(parts[-1], [])
         if not candidates:
             return None
-        folders = importer.parents
-        for folder in folders:  # the nearest one wins, as it does when a script is run from its folder
+        for folder in importer.parents:  # the nearest one wins, as it does when a script is run from its folder
             found = self._under(folder, dotted)
             if found in candidates:
                 return found
