@@ -19,12 +19,8 @@ def code_of(symbol: str, node: cst.CSTNode, module: Module, symbol_of: SymbolOf)
     """The row that a use of FSDP1's name is about."""
     if symbol.startswith("private:"):
         return "FC33" if symbol.endswith("_runtime_utils._reshard") else "FC06"
-    if symbol.startswith("library:"):
-        return "FC21"
-    if symbol.startswith("fairscale:"):
-        return "FC22"
-    if symbol.startswith("module:"):
-        return "FX07"
+    if code := {"library": "FC21", "fairscale": "FC22", "module": "FX07"}.get(symbol.partition(":")[0]):
+        return code
     if symbol == CLASS:
         above = module.parent(node)
         if isinstance(above, cst.Call) and above.func is node:
