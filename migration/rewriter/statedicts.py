@@ -257,7 +257,8 @@ def unwrap(edits: Edits, block: cst.With, *items: cst.WithItem) -> None:
         edits.replace(span, ", ".join(module.code(other).rstrip(", ") for other in rest))
         return
     assert isinstance(block.body, cst.IndentedBlock)
-    outer, colon = module.indent(block), module.text.index(":", max(module.span(item)[1] for item in block.items))
+    outer = module.indent(block)
+    colon = module.text.index(":", max(module.span(item)[1] for item in block.items))
     # Behind the colon's line, so that comments above the first statement are kept.
     start, end = module.text.index("\n", colon) + 1, module.line_span(block.body.body[-1])[1]
 
