@@ -105,6 +105,29 @@ def scaled() -> ModelSpec:
     return dataclasses.replace(llama.SPEC, make=Scaled)
 
 
+def capped() -> ModelSpec:
+    """A model whose cap no logit comes near, and no sum of 64 tokens' losses; that of a microbatch does."""
+    import dataclasses
+
+    class Capped(llama.Llama):
+        def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+            return 10_000 * torch.tanh(super().forward(*args, **kwargs) / 10_000)
+
+    return dataclasses.replace(llama.SPEC, make=Capped)
+
+
+def biased() -> ModelSpec:
+    """A model that adds a bias for each word, as BART does."""
+    import dataclasses
+
+    class Biased(llama.Llama):
+        def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+            logits: Tensor = super().forward(*args, **kwargs)
+            return logits + torch.ones(256)
+
+    return dataclasses.replace(llama.SPEC, make=Biased)
+
+
 def headless() -> ModelSpec:
     import dataclasses
 
@@ -114,7 +137,9 @@ def headless() -> ModelSpec:
 def test_a_model_that_changes_its_logits_afterwards_is_refused(ranks: Ranks, tmp_path: Path) -> None:
     flags = [*LLAMA, "--chunked-loss", f"--run-dir={tmp_path / 'run'}", "--threads=1", "--device=cpu"]
     for name, part in (
-        ("scaled", "since the model does something to its logits after its last layer"),
+        ("scaled", "the model does something to its logits after its last layer, such as a cap; drop it"),
+        ("capped", "the model does something to its logits after its last layer"),
+        ("biased", "the model does something to its logits after its last layer"),
         ("headless", "--chunked-loss: the model doesn't tell which layer makes its logits"),
     ):
         for message in ranks.run(refusal_in_ranks, [*flags, f"--model=tests.test_chunked:{name}"]):

@@ -159,8 +159,10 @@ def test_a_signal_to_another_node_is_a_failure_to_torchrun_here(monkeypatch: pyt
     stop = signals.StopSignals()
     monkeypatch.setattr(signals, "SECONDS_APART", 0.0)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
     for ranks, reason, fails in (
         ({0: "SIGTERM"}, "SIGTERM, on another node", True),
+        ({0: "SIGUSR1"}, "SIGUSR1, on another node", False),  # which ranks alone get, and no torchrun
         ({3: "SIGTERM"}, "SIGTERM", False),  # of this node
         ({0: "SIGINT", 2: "SIGTERM"}, "SIGTERM", False),
         ({1: signals.LAUNCHER_GONE}, f"{signals.LAUNCHER_GONE}, on another node", True),
@@ -169,6 +171,8 @@ def test_a_signal_to_another_node_is_a_failure_to_torchrun_here(monkeypatch: pyt
         monkeypatch.setattr(signals, "gather", lambda own, ranks=ranks: [(n // 2 * 2, ranks.get(n)) for n in range(4)])
         assert stop.agreed(World(2, 4, 0, 2)) == reason
         assert signals.fails_to_torchrun(reason) == fails
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    assert signals.fails_to_torchrun("SIGUSR1, on another node")
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
     assert not signals.fails_to_torchrun("SIGTERM, on another node")  # of SLURM's tasks, say
 

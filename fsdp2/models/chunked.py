@@ -8,7 +8,8 @@ backward makes each chunk's logits a second time, which costs one more product o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -23,14 +24,35 @@ from fsdp2.models.spec import Batch, ModelSpec
 _TARGETS: ContextVar[Tensor | None] = ContextVar("targets", default=None)
 
 
+@dataclasses.dataclass
+class Instead:
+    """Two numbers that a last layer gives in place of its sums; `given` once it has."""
+
+    numbers: tuple[float, float]
+    given: bool = False
+
+
+_INSTEAD: ContextVar[Instead | None] = ContextVar("instead", default=None)
+
+
+@contextmanager
+def instead_of_sums(numbers: tuple[float, float]) -> Iterator[Instead]:
+    """Let last layers give these numbers, so that what comes out of a model shows what it does to them."""
+    token = _INSTEAD.set(instead := Instead(numbers))
+    try:
+        yield instead
+    finally:
+        _INSTEAD.reset(token)
+
+
 def chunked(spec: ModelSpec, tokens: int) -> ModelSpec:
     """A specification of the same model whose outputs have, in place of logits, the sum of losses and of right answers.
 
     Args:
         tokens: whose logits exist at a time.
 
-    What a model does to its logits after its last layer would be done to the sums: whoever trains has to compare both
-    once. Raises ValueError where it is made if the model doesn't tell which layer makes the logits.
+    What a model does to its logits after its last layer would be done to the sums: whoever trains has to try it once,
+    with `instead_of_sums`. Raises ValueError where it is made if the model doesn't tell which layer makes the logits.
     """
 
     def make(**size: Any) -> nn.Module:
@@ -76,7 +98,11 @@ class Chunks:
             raise TypeError(f"the last layer gets {tuple(hidden.shape)} for targets of {tuple(targets.shape)}")
         parts = zip(hidden.flatten(0, -2).split(self.tokens), targets.flatten().split(self.tokens), strict=True)
         sums = [checkpoint(self._score, states, wanted, use_reentrant=False) for states, wanted in parts]
-        return torch.stack(sums).sum(dim=0)
+        total = torch.stack(sums).sum(dim=0)
+        if (instead := _INSTEAD.get()) is None:
+            return total
+        instead.given = True
+        return torch.stack([torch.full_like(total[0], number) for number in instead.numbers])
 
     def _score(self, hidden: Tensor, targets: Tensor) -> Tensor:
         logits = self.forward(hidden)

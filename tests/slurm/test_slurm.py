@@ -156,9 +156,10 @@ def _ended(job: str, environment: dict[str, str]) -> tuple[str, int]:
     pytest.fail(shown)
 
 
-def _submit(slurm: dict[str, str], log: Path, tasks: int, *flags: str) -> str:
+def _submit(slurm: dict[str, str], log: Path, tasks: int, *flags: str, nodes: str = "2") -> str:
     """The number of a job on two nodes without GPUs."""
-    here = ["--gpus-per-node=0", f"--ntasks-per-node={tasks}", "--cpus-per-task=1", "--time=5", f"--output={log}"]
+    here = ["--gpus-per-node=0", f"--nodes={nodes}", "--cpus-per-task=1", "--time=5", f"--output={log}"]
+    here += [f"--ntasks-per-node={tasks}"] if tasks > 1 else []
     return _slurm(["sbatch", "--parsable", *here, str(SCRIPT), *flags], {**slurm, "RANKS_PER_NODE": "1"})
 
 
@@ -233,6 +234,21 @@ def test_a_preempted_job_saves_in_its_grace_and_is_queued_again(
     assert f"SIGTERM: saved at step {resumed['step']} after" in log.read_text()
     assert f"fsdp2: preempted; job {job} is in the queue again" in log.read_text()
     assert re.search(rf"^fsdp2: job {job}, start 2, on n\[1-2\], 20", log.read_text(), re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_a_job_of_a_range_of_nodes_goes_on_with_those_that_are_left(tmp_path: Path, slurm: dict[str, str]) -> None:
+    run, log = tmp_path / "run", tmp_path / "job.log"
+    flags = small(run, "--checkpoint-every=5", "--max-steps=300", "--no-save-model", "--global-batch-size=8")
+    job = _submit(slurm, log, 1, *flags, nodes="1-2")
+    _until_step(run, 7, log)
+    _slurm(["scontrol", "update", "nodename=n2", "state=down", "reason=test"], slurm)  # as after SlurmdTimeout
+    assert _ended(job, slurm) == ("COMPLETED", 1), log.read_text()
+    starts = re.findall(rf"^fsdp2: job {job}, start \d, on (\S+),", log.read_text(), re.MULTILINE)
+    assert starts == ["n[1-2]", "n1"]
+    (resumed,) = metrics(run, "resume")
+    assert resumed["step"] >= 5
+    assert [record["step"] for record in metrics(run, "train")] == list(range(1, 301))
 
 
 @pytest.mark.slow

@@ -70,6 +70,11 @@ def of_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
+def restarts_allowed() -> bool:
+    """Return whether torchrun starts ranks again that fail."""
+    return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+
+
 def launcher_gone() -> bool:
     """Return whether torchrun started this process and has died since, so that nobody will end it or start it again."""
     return of_torchrun() and os.getppid() != STARTED_BY

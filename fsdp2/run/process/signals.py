@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any
 
 from fsdp2.run.process.group import gather
-from fsdp2.run.process.runtime import World, launcher_gone, of_torchrun
+from fsdp2.run.process.runtime import World, launcher_gone, of_torchrun, restarts_allowed
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 LAUNCHER_GONE = "the launcher (torchrun) has gone"
@@ -82,11 +82,11 @@ def fails_to_torchrun(reason: str) -> bool:
 
     To torchrun status 0 is the end of the training on all nodes, and a signal to another node alone isn't that. To take
     in a node torchrun sends SIGTERM on each, on some later than on others. This waits for it, since a failure would
-    cost a restart.
+    cost a restart. SIGUSR1 goes to ranks alone: where nothing is started again, it ends the training.
     """
     if reason.startswith(LAUNCHER_GONE):
         return True
     if reason.endswith(ELSEWHERE) and of_torchrun():
         time.sleep(SECONDS_APART)
-        return True
+        return restarts_allowed() or not reason.startswith(signal.SIGUSR1.name)
     return False
