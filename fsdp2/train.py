@@ -98,12 +98,6 @@ def main(
         def at() -> dict[str, int]:
             return {"step": progress.step, "epoch": batches.epoch}
 
-        def test() -> float:
-            with watch.phase("evaluation"), engine.evaluating():
-                result = evaluate(engine.forward, dataset.test, config, world, device)
-            checkpoints.evaluated({**at(), **result}, dataset.test.content)
-            return result["accuracy"]
-
         with job.hold.starting():
             memory = keep_in_memory(config, folder, app, device)
             write_start(config, job, world, engine.files, in_memory=memory is not None, finished=finished())
@@ -114,8 +108,14 @@ def main(
             job.add_note(reports.metrics.cut(progress.metrics_position if job.restores_own() else 0, progress.step))
         watch = Watch(config, engine.model, job.run, reports.last_words)
         checkpoints = Checkpoints(config, job, app, engine, progress, device, memory, reports, watch)
-        observation = observed(config, engine, checkpoints, world, device)
-        with reports, stop, observation as peak_bytes, watch, checkpoints:
+
+        def test() -> float:
+            with watch.phase("evaluation"), engine.evaluating():
+                result = evaluate(engine.forward, dataset.test, config, world, device)
+            checkpoints.evaluated({**at(), **result}, dataset.test.content)
+            return result["accuracy"]
+
+        with reports, stop, observed(config, engine, checkpoints, world, device) as peak_bytes, watch, checkpoints:
             speed = Throughput(config, dataset.train, device, world.world_size)
             opening = header.lines(config, engine, dataset, world.world_size, device, job.run.path, reports.plan)
             opening += header.steps(config, batches, progress.step + schedule.course.left) + speed.lines
@@ -137,7 +137,7 @@ def main(
                     schedule.after_step()
                     log.add({**at(), "step_in_epoch": batches.steps_done(), **facts}, values)
                     between.after_step(progress.step, log.failed)
-                    if log.stop or finished():
+                    if log.stop or finished():  # of all ranks' votes, a step late
                         break
                     tests = is_due(config.eval_every, progress.step)
                     if (tests or checkpoints.due(progress.step)) and not batches.at_end():
@@ -150,7 +150,7 @@ def main(
                     checkpoints.save(batches.epoch, last=True)
                     break
                 accuracy = test()
-                if batches.at_end():
+                if batches.at_end():  # and not ended by --max-steps
                     schedule.after_epoch()
                     batches.next_epoch()
                 checkpoints.save_due(batches.epoch, after_epoch=True, last=finished())

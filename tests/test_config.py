@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import json
 import re
@@ -24,6 +25,23 @@ def test_defaults_are_the_main_job() -> None:
     assert (config.strategy, config.resume, config.keep) == ("fsdp2", "auto", 3)
     assert parse(["--model", "transformer"]).dataset == "source-text"
     assert parse(["--model", "transformer"]).model_size == "debug"
+
+
+def test_rooms_that_do_not_import_the_configuration_name_its_flags_rightly() -> None:
+    """To mypy their `Options` are Any."""
+    known = {*dir(Config), *(field.name for field in dataclasses.fields(Config))}
+    read, root = set(), Path(__file__).parents[1]
+    for file in [*root.glob("fsdp2/**/*.py"), *root.glob("fsdp2_extra/**/*.py")]:
+        functions = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)]
+        for function in functions:
+            options = {
+                one.arg for one in function.args.args if one.annotation and ast.unparse(one.annotation) == "Options"
+            }
+            for node in ast.walk(function):
+                if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in options:
+                    read.add((node.attr, file.name))
+    assert len(read) > 100
+    assert {(name, file) for name, file in read if name not in known} == set()
 
 
 def test_bare_flags_have_a_value() -> None:

@@ -17,15 +17,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from fsdp2.parallel.groups import is_experts
+from fsdp2.parallel.groups import may_be_experts
 from fsdp2.parallel.shards import local
 
 
 def experts_in(module: nn.Module, apart: Collection[nn.Module] = ()) -> Iterator[nn.Module]:
-    """The lists of experts inside of a module, but not those inside of the modules `apart`."""
+    """The lists of experts inside of a module, but not those inside of the modules `apart`, which are other groups."""
     for child in module.children():
         if child not in apart:
-            if is_experts(child):
+            if may_be_experts(child):
                 yield child
             else:
                 yield from experts_in(child, apart)

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from fsdp2.parallel.engine import Engine, Microbatch
-from fsdp2.parallel.groups import has_experts, of_other_dtypes, shared_parameters
+from fsdp2.parallel.groups import may_have_experts, of_other_dtypes, shared_parameters
 from fsdp2.parallel.precision import with_statistics
 from fsdp2.parallel.shards import groups_of, summary
 
@@ -102,7 +102,7 @@ def shard(
     for part in of_other_dtypes([model], taken):
         fully_shard(part, reshard_after_forward=reshard_after_forward, **settings)  # type: ignore[call-overload]
     fully_shard(model, reshard_after_forward=reshard_after_forward, **settings)  # type: ignore[call-overload]
-    if has_experts(model):
+    if may_have_experts(model):
         from fsdp2.parallel.experts import exchange_zeros
 
         exchange_zeros(model)
@@ -216,7 +216,7 @@ class FSDP2Engine(Engine):
         self.early_unshard = early_unshard
         self.accumulation_sync, self._splits_words = accumulation_sync, splits_words
         self.unchosen: Unchosen | None = None
-        if has_experts(model):
+        if may_have_experts(model):
             from fsdp2.parallel.experts import Unchosen
 
             self.unchosen = Unchosen(model)

@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 
-def is_experts(module: nn.Module) -> bool:
+def may_be_experts(module: nn.Module) -> bool:
     """Return whether a module is a list of modules alike, with parameters: only its owner knows when it calls which.
 
-    An nn.Sequential calls all of its members.
+    A model's blocks are such a list too, and one of them may be left out as an expert is (LayerDrop). An nn.Sequential
+    calls all of its members.
     """
     if not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         return False
@@ -23,9 +24,9 @@ def is_experts(module: nn.Module) -> bool:
     return len(kinds) > 1 and bool(kinds[0][1]) and all(kind == kinds[0] for kind in kinds)
 
 
-def has_experts(model: nn.Module) -> bool:
-    """Return whether any module of a model is a list of experts."""
-    return any(map(is_experts, model.modules()))
+def may_have_experts(model: nn.Module) -> bool:
+    """Return whether any module of a model may be a list of experts. Most models have one: their blocks."""
+    return any(map(may_be_experts, model.modules()))
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:
@@ -35,7 +36,7 @@ def _layers(module: nn.Module) -> list[nn.Module]:
     would therefore never gather it. Nor an expert: a group that only some ranks call makes the ranks gather different
     things, so the owner of experts is the layer.
     """
-    if any(True for _ in module.parameters(recurse=False)) or any(map(is_experts, module.children())):
+    if any(True for _ in module.parameters(recurse=False)) or any(map(may_be_experts, module.children())):
         return [module]
     return [layer for child in module.children() for layer in _layers(child)]
 
@@ -53,7 +54,7 @@ def _outside(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
         inside = set(child.modules())
         if any(block in inside for block in blocks):
             found += _outside(child, blocks)
-        elif not is_experts(child):
+        elif not may_be_experts(child):
             found += _layers(child)
     return found
 

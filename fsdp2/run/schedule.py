@@ -154,4 +154,5 @@ def factor(config: Config, step: int, ahead: Course) -> float:
     if config.schedule == "constant":
         return 1.0
     done = min(1.0, (step - warm) / max(1, ahead.total - warm))
-    return floor + (1 - floor) * ((1 + math.cos(math.pi * done)) / 2 if config.schedule == "cosine" else 1 - done)
+    left = {"cosine": (1 + math.cos(math.pi * done)) / 2, "linear": 1 - done}[config.schedule]
+    return floor + (1 - floor) * left

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp2.parallel.groups import is_experts
+from fsdp2.parallel.groups import may_be_experts
 from fsdp2.units import install
 
 MULTIPLE = 16  # of both sizes of a weight, which the kernels need
@@ -156,7 +156,7 @@ def layers(blocks: Sequence[nn.Module]) -> Iterator[nn.Linear]:
     of torch's attention, which is never called.
     """
     for block in blocks:
-        experts = {one for module in block.modules() if is_experts(module) for one in module.modules()}
+        experts = {one for module in block.modules() if may_be_experts(module) for one in module.modules()}
         for module in block.modules():
             if type(module) is not nn.Linear or module in experts or not module.weight.requires_grad:
                 continue

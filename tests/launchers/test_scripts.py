@@ -240,7 +240,9 @@ def test_what_a_job_is_given_by_the_environment(job: Job) -> None:
     assert "|-m|fsdp2.train|--run-dir=runs/a-7|--seed|7|" in out
     assert "|CPUS=8|GLOO=|" in out
     _, out, _ = job.run("OUT", PROGRAM="examples/dpo.py DIR", CONTAINER="apptainer exec --nv IMAGE", INTERFACE="eth1")
-    assert out.partition("\n")[2].startswith("--kill-on-bad-exit=1|--ntasks-per-node=1|apptainer|exec|--nv|IMAGE|bash|-c|")
+    assert out.partition("\n")[2].startswith(
+        "--kill-on-bad-exit=1|--ntasks-per-node=1|apptainer|exec|--nv|IMAGE|bash|-c|"
+    )
     assert "|examples/dpo.py|DIR|OUT|" in out
     assert "|CPUS=|GLOO=eth1|" in out
     assert "|MASTER_ADDR=first|" in job.run("--run-dir=run", SLURM_NODEID="")[1], "salloc's shell is elsewhere"
