@@ -159,6 +159,7 @@ BESIDE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"role": "human"},
         "its message 2 has the role human, which is user here; add --chat-fields user=",
     ),
+    "a misspelt name": ({}, {"role": "asistant"}, "has the role asistant, which is assistant here; add --chat-fields"),
     "what is said first": ({}, {"role": "System"}, "which is system here; add --chat-fields system-role=System"),
     "older tools": ({"functions": [{"name": "f"}]}, {}, "line 1 has functions, by which others learn"),
     "a system": ({"system": "be brief"}, {}, "line 1 has system, by which others learn"),

@@ -104,6 +104,26 @@ def test_pairs_that_cannot_be_learned_are_left_out_and_counted(tmp_path: Path) -
         load(tmp_path, rows[1], drop=True, as_="text")
 
 
+def test_pairs_that_cannot_be_read_are_counted_too(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    make_tokenizer(tmp_path, PLAIN)
+    begins = {"prompt": "a", "chosen": [{"role": "assistant", "content": "b"}] * 2, "rejected": [{"role": "b"}]}
+    good = {**TEXTS, "prompt": "ab"}
+    rows = [{**TEXTS, "chosen": None}, TEXTS, begins, good, {"chosen": "ab", "rejected": "ac"}]
+    with pytest.raises(UnusableText, match=r"of 5 pairs 2 that can't be read \(.*pairs.jsonl, lines 1, 3\)") as caught:
+        load(tmp_path, *rows)
+    one_line(
+        caught.value, "the first that can't be read", "line 1: its chosen is null; leave it out", "--bad-samples drop"
+    )
+    split = load(tmp_path, *rows, {**TEXTS, "chosen": "a" * 99}, drop=True)
+    assert split.content == load(tmp_path, TEXTS, good, rows[4]).content
+    ways = "2 through the chat template and 1 as raw texts, without a chat template"
+    why = "1 with more than 64 tokens (none is cut) and 2 that can't be read"
+    assert split.about.endswith(f"{ways}; left out by --bad-samples drop: {why}")
+    with pytest.raises(UnusableText, match="line 2: has no field chosen; add --chat-fields chosen=NAME"):
+        load(tmp_path, TEXTS, *[{"good": "a", "bad": "b"}] * 2, drop=True)  # it isn't these lines' fault
+
+
 def test_bytes_are_tokens_where_a_model_has_none(tmp_path: Path) -> None:
     split = load(tmp_path, TEXTS, {**TEXTS, "prompt": "é"}, as_="text")
     assert said(tmp_path, split) == [("What is it? a bird", " a bird"), ("What is it? a b", " a b")]
@@ -215,7 +235,7 @@ SAME = {**TEXTS, "rejected": TEXTS["chosen"]}
     ("rows", "part"),
     [
         ([TEXTS, {"q": "a", "chosen": "b"}], "line 2: has no field rejected; add --chat-fields rejected=NAME; it has "),
-        ([{**TEXTS, "rejected": None}], "line 1: has no field rejected"),
+        ([{**TEXTS, "rejected": None}], "line 1: its rejected is null"),
         ([[1]], "line 1: has no field chosen; add --chat-fields chosen=NAME; it has none"),
         ([{"chosen": "a", "rejected": "b"}], "line 1: has no question, in prompt or as what both answers begin with"),
         ([{**TEXTS, "system": "be"}], "line 1: has system or tools, which texts don't show"),
@@ -284,7 +304,7 @@ def test_show_prints_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert command.cli([*line, "--bad-samples=drop"]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].startswith("pairs: 3 of ")
-    assert "4 through the chat template; left out by --bad-samples drop: 1 with one answer" in printed[0]
+    assert "3 through the chat template; left out by --bad-samples drop: 1 with one answer" in printed[0]
     assert printed[1] == "pair 1 of 3"
     assert "  chosen: " in printed[2]
     assert printed[2].endswith("a⟦ a bird⟧") or "⟦ a bird" in printed[2]

@@ -112,6 +112,8 @@ def formless(there: Iterable[str], fields: Fields, line: Mapping[str, Any] = {})
     has = f"it has {', '.join(list(map(str, there))[:8]) or 'none'}"
     for ours, theirs in of_line(fields).items():
         if theirs not in there:
+            if theirs in line:
+                return f"its {theirs} is null; leave it out"
             if ours != theirs:  # pairs alone are asked for by our own names
                 return f"has no field {theirs}, which --chat-fields names ({EACH}); {has}"
             talk = form_of(there, {name: own for name, own in fields.items() if name not in FORMS["pairs"].has})

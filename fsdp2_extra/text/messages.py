@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ NAME_CONTENT = "leave it out, or name its field, as --chat-fields role=from,cont
 USUAL: tuple[Any, ...] = (None, 1, "", [], {})
 # Who speaks, as other forms of data have it: a template prints any name, and a model then learns a turn of that name.
 CALLED = {**ROLES, **dict.fromkeys(("model", "bot", "ai"), "assistant")}
+SPEAKERS = ("system", "user", "assistant", "tool")
 # Keys of messages that hold nothing to learn, or are looked at one by one. A template has to print any other.
 PLAIN = {"role", "content", "tool_calls", "name", "tool_call_id", *LEARNED}
 PLAIN |= {"id", "uuid", "index", "type", "model", "source", "date", "timestamp", "created_at", "language", "metadata"}
@@ -45,7 +47,10 @@ def conversation(row: Row, form: str, fields: Fields) -> tuple[list[Any], list[A
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise UnusableText(f"{where} has no role{_named(message)}")
         role = message["role"]
-        ours = CALLED.get(role.strip().lower(), role)
+        ours = role
+        if role not in SPEAKERS:
+            low = role.strip().lower()
+            ours = CALLED.get(low) or next(iter(get_close_matches(low, SPEAKERS, 1, 0.8)), role)
         flag = "system-role" if ours == "system" else ours
         if ours != role and flag in OF_ROLE:
             raise UnusableText(f"{where} has the role {role}, which is {ours} here; add --chat-fields {flag}={role}")

@@ -31,6 +31,7 @@ from fsdp2_extra.text.tokenizer_file import open_tokenizer
 
 ANSWERS = ("chosen", "rejected")
 MOST_UNREAD = 80  # characters of the names of fields that nothing reads
+REFUSED = "that can't be read"
 
 Encoded = tuple[numpy.ndarray, numpy.ndarray]
 """Tokens, (n,), and as many booleans: whether a model is to write this one."""
@@ -92,28 +93,38 @@ def load(
     if place.startswith(PUBLISHED):
         place = PUBLISHED + published(place.removeprefix(PUBLISHED))
     files = found(place, (".jsonl", ".parquet"))
-    rows = [(row.where, encode(row)) for file in files for row in rows_of(file, encode.fields)]
+    rows = [(row.where, encode.or_why_not(row)) for file in files for row in rows_of(file, encode.fields)]
     if not rows:
         raise UnusableText(f"{place}: holds no pairs; give lines with prompt, chosen and rejected")
+    unread = [str(one) for _, one in rows if isinstance(one, UnusableText)]
+    if 2 * len(unread) > len(rows):  # by the template's fault, or that of the fields' names
+        raise UnusableText(unread[0])
     reasons: dict[str, Callable[[list[Encoded]], bool]] = {
-        f"more than {length} tokens (none is cut)": lambda pair: max(len(tokens) for tokens, _ in pair) > length,
-        "an answer without a token": lambda pair: not all(learn[1:].any() for _, learn in pair),
-        "one answer as chosen and rejected": lambda pair: numpy.array_equal(pair[0][0], pair[1][0]),
-        "answers to different questions": lambda pair: (
+        f"with more than {length} tokens (none is cut)": lambda pair: max(len(tokens) for tokens, _ in pair) > length,
+        "with an answer without a token": lambda pair: not all(learn[1:].any() for _, learn in pair),
+        "with one answer as chosen and rejected": lambda pair: numpy.array_equal(pair[0][0], pair[1][0]),
+        "with answers to different questions": lambda pair: (
             not any(_differ(pair) == len(learn) or learn[_differ(pair)] for _, learn in pair)
         ),
     }
-    judged = [next((why for why, wrong in reasons.items() if wrong(pair)), "") for _, pair in rows]
-    bad = " and ".join(f"{count:,} with {why}" for why in reasons if (count := judged.count(why)))
+    judged: list[list[Encoded] | str] = []  # a pair, or why it isn't learned
+    for _, pair in rows:
+        if isinstance(pair, UnusableText):
+            judged.append(REFUSED)
+        else:
+            judged.append(next((why for why, wrong in reasons.items() if wrong(pair)), pair))
+    bad = " and ".join(f"{count:,} {why}" for why in (*reasons, REFUSED) if (count := judged.count(why)))
     if bad and not drop:
-        some = places([where for (where, _), why in zip(rows, judged, strict=True) if why][:NAMED])
+        some = places([where for (where, _), why in zip(rows, judged, strict=True) if isinstance(why, str)][:NAMED])
+        first = f"; the first that can't be read: {unread[0]}" if unread else ""
         fix = "leave them out of the file, or add --bad-samples drop, which counts them"
-        raise UnusableText(f"{place}: of {len(rows):,} pairs {bad} ({some}); {fix}")
-    kept = [pair for (_, pair), why in zip(rows, judged, strict=True) if not why]
+        raise UnusableText(f"{place}: of {len(rows):,} pairs {bad} ({some}){first}; {fix}")
+    kept = [pair for pair in judged if not isinstance(pair, str)]
     if not kept:
         raise UnusableText(f"{place}: --bad-samples drop leaves none of its pairs; {bad}")
     sizes = [max(len(tokens) for tokens, _ in pair) for pair in kept]
-    ways = {"through the chat template": len(rows) - encode.raw, "as raw texts, without a chat template": encode.raw}
+    raw = sum(where in encode.raw for (where, _), one in zip(rows, judged, strict=True) if not isinstance(one, str))
+    ways = {"through the chat template": len(kept) - raw, "as raw texts, without a chat template": raw}
     how = " and ".join(f"{count:,} {way}" for way, count in ways.items() if count)
     about = f"{len(kept):,} of {span(min(sizes), max(sizes))} tokens{' each' * (min(sizes) == max(sizes))}, {how}"
     about += f"; left out by --bad-samples drop: {bad}" if bad else ""
@@ -127,7 +138,8 @@ class _Encode:
     """Makes tokens of pairs, whose fields have these names; for `as_` see `load`."""
 
     def __init__(self, tokenizer: str, fields: Fields, as_: str | None) -> None:
-        self._tokenizer, self.fields, self.raw, self._as = tokenizer, fields, 0, as_
+        self._tokenizer, self.fields, self._as = tokenizer, fields, as_
+        self.raw: set[str] = set()  # where pairs are that no template prints
         self.texts = open_tokenizer(tokenizer)
         self._chat: Encoder | None = None
         self.found: set[str] = set()  # the fields of all lines
@@ -140,7 +152,7 @@ class _Encode:
         require_usual(line, unread("pairs", self.fields), row.where)
         texts = all(isinstance(line.get(name, ""), str) for name in ("prompt", *ANSWERS))
         if texts and (self._as or ("chat" if line.get("prompt") else "text")) == "text":
-            self.raw += 1
+            self.raw.add(row.where)
             return self._of_texts(line, row.where)
         if not (self._chat or (self._tokenizer != "bytes" and has_template(self._tokenizer))):
             own = "its folder" if self._tokenizer == "bytes" else self._tokenizer
@@ -154,6 +166,12 @@ class _Encode:
         if not all(map(all, map(learned_answers, both))):
             raise UnusableText(f"{row.where}: has an answer of weight 0, and of pairs those that differ count; drop it")
         return _apart([(tokens, numpy.asarray(learn, dtype=bool)) for tokens, learn in encoded])
+
+    def or_why_not(self, row: Row) -> list[Encoded] | UnusableText:
+        try:
+            return self(row)
+        except UnusableText as error:
+            return error
 
     def left_out(self) -> set[str]:
         """The fields of all lines that nothing reads, and such keys of messages."""
