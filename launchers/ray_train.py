@@ -94,10 +94,10 @@ def cluster(options: RayOptions, *, log_to_driver: bool = True) -> Iterator[None
     if ray.is_initialized():
         yield
         return
-    if options.address is not None and ":" in options.address:
-        check_address(options.address)
     # Left to itself, Ray would take any cluster that was started on this machine for what is meant.
     where = options.address or os.environ.get("RAY_ADDRESS") or "local"
+    if ":" in where:
+        check_address(where)
     try:
         ray.init(
             address=where,
@@ -126,8 +126,11 @@ def check_address(address: str) -> None:
     except subprocess.TimeoutExpired:
         raise ConfigError(f"--address {address}: nothing answers there as Ray does; is it a cluster's port?") from None
     except subprocess.CalledProcessError as error:
-        said = error.stderr.decode(errors="replace").strip().splitlines() or ["without a word"]
-        raise ConfigError(f"--address {address}: ray status fails there ({said[-1]})") from None
+        *_, said = error.stderr.decode(errors="replace").strip().splitlines() or ["without a word"]
+        # Ray's own words name a token, which lies there since Ray's first start.
+        asks = "RAY_AUTH_MODE" in said and "RAY_AUTH_MODE" not in os.environ
+        why = "it asks for a token; set RAY_AUTH_MODE=token" if asks else f"ray status fails there ({said})"
+        raise ConfigError(f"--address {address}: {why}") from None
     except (OSError, ValueError, OverflowError) as error:
         raise ConfigError(
             f"--address {address}: nothing answers there ({error}); start a cluster with ray start --head"

@@ -105,7 +105,8 @@ class Reporter:
     far; `test_loss` and `accuracy` of the last evaluation, and `test_step`, after which that was.
 
     A report waits for all ranks and for Ray's controller, so there is none for a step. An evaluation waits for
-    the checkpoint that follows it, to be one report with that. What an asynchronous save has committed is not
+    the checkpoint that follows it, to be one report with that; where none does, its report has no checkpoint, since Ray
+    would take an earlier one for what was evaluated. What an asynchronous save has committed is not
     known to all ranks after the same step: it goes with the next report.
 
     Args:
@@ -132,7 +133,7 @@ class Reporter:
 
     def __call__(self, kind: str, data: dict[str, Any]) -> None:
         if kind == "train" and self._evaluated:
-            self._report(data)
+            self._report(data, alone=not self.background)
         self._learn(kind, data)
         if kind == "resume":
             self._resume(data)
@@ -166,11 +167,11 @@ class Reporter:
         if data["checkpoint"].startswith(f"{self.run.store.files}/"):
             self._newest = data["checkpoint"]
 
-    def _report(self, data: dict[str, Any], full_model: str | None = None) -> None:
-        """`data`: of an event before the next step, whose `epoch` is how many are done."""
+    def _report(self, data: dict[str, Any], full_model: str | None = None, *, alone: bool = False) -> None:
+        """`data`: of an event before the next step, whose `epoch` is how many are done; `alone`: with no checkpoint."""
         self._evaluated = False
         loss = {"loss": sum(self._losses) / len(self._losses)} if self._losses else {}
-        place = full_model or broadcast(self._newest)
+        place = None if alone else full_model or broadcast(self._newest)
         ray.train.report(
             {**self.known, **loss, "epochs": data["epoch"]},
             checkpoint=self._at(place) if place else None,

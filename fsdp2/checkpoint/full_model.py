@@ -29,9 +29,13 @@ SECONDS_BETWEEN_SIGNS = 10.0
 
 def full_state_api(*, dcp_api: bool) -> Any:
     """Full state dicts by the DCP or the DTensor API: two modules with the same functions."""
-    from fsdp2.checkpoint import full_dcp, full_dtensor
+    if dcp_api:
+        from fsdp2.checkpoint import full_dcp
 
-    return full_dcp if dcp_api else full_dtensor
+        return full_dcp
+    from fsdp2.checkpoint import full_dtensor
+
+    return full_dtensor
 
 
 def save_full(api: Any, app: AppState, path: Path, step: int, info: Mapping[str, Any] | None = None) -> None:

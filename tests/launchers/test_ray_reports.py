@@ -85,6 +85,29 @@ def test_reports_count_epochs_done_whatever_their_number(told: Told, tmp_path: P
     ]
 
 
+def test_an_evaluation_has_no_checkpoint_of_another_step(
+    told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray's best checkpoint would be one that was never evaluated, or is removed."""
+    found = []
+
+    def report(metrics: dict[str, Any], checkpoint: Any, **_: Any) -> None:
+        found.append((metrics["step"], checkpoint and Path(checkpoint.path).name))
+
+    monkeypatch.setattr("ray.train.report", report)
+    told(
+        [
+            *steps(1, 2),
+            checkpoint(tmp_path, 2, 0),
+            *steps(3, 4),
+            evaluation(4, 0),
+            *steps(5, 5),
+            ("end", {**steps(5, 5)[0][1], "epoch": 1}),
+        ]
+    )
+    assert found == [(2, "step-00000002"), (4, None), (5, "step-00000002")]
+
+
 def test_each_report_holds_what_is_known(told: Told, tmp_path: Path) -> None:
     """A Tuner that chooses by the loss ends at a report without it."""
     (tmp_path / "full_model").mkdir()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import signal
 import socket
+import subprocess
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -179,3 +180,12 @@ def test_an_address_that_does_not_answer_is_refused_soon(monkeypatch: pytest.Mon
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         with pytest.raises(ConfigError, match=f"--address {address}: nothing answers there as Ray does"):
             ray_train.check_address(address)  # Ray itself would try for more than two minutes
+
+        def refused(*_: Any, **__: Any) -> None:
+            said = b"Ensure that the token is available; RAY_AUTH_MODE is currently 'disabled'\n"
+            raise subprocess.CalledProcessError(1, "ray", stderr=said)
+
+        monkeypatch.setattr(subprocess, "run", refused)
+        monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+        with pytest.raises(ConfigError, match=f"--address {address}: it asks for a token; set RAY_AUTH_MODE=token"):
+            ray_train.check_address(address)
