@@ -316,6 +316,7 @@ def train(flags, data: pairs.Pairs, device: torch.device, steps: int, held_out: 
         full_model.while_rank_0(lambda: os.path.exists(exported) or export_model(flags, steps))
         reason = "finished" if found else "already finished"
         say(f"wrote {exported}" if found else f"{flags.out} is finished; {exported} has its model")
+        say(f"read it: Auto{'Peft' * bool(flags.lora)}ModelForCausalLM.from_pretrained({exported!r})")
     emit("end", {"step": progress.step, "reason": reason})
     for listener in told:
         listener.close()

@@ -309,7 +309,7 @@ def test_what_a_program_says(tmp_path: Path) -> None:
         said = printed.splitlines()
         (about,) = (one for one in said if one.startswith("pairs: "))
         assert about.startswith("pairs: 6 of ")
-        assert "7 through the chat template; left out by --bad-samples drop: 1 with one answer" in about
+        assert "6 through the chat template; left out by --bad-samples drop: 1 with one answer" in about
         (steps,) = (one for one in said if one.startswith("steps: "))
         assert "global batch 4 pairs; beta 0.1; AdamW, lr 1e-06, cosine after 3% of warm-up; gradients clipped" in steps
         assert sum(one.startswith("model: ") and "on 2 ranks" in one for one in said) == 1

@@ -141,7 +141,7 @@ def test_infer_at_a_url_trusts_the_marker_there(run_at: Run, bucket: Bucket, her
     with pytest.raises(ConfigError, match=r"its full model can't be used \(.*COMMIT.json can't be read"):
         infer.main(url)
     for wrong, why in [
-        (f"{url}/none", "holds no config.json, so it is not a run; give a run's folder or URL"),
+        (f"{url}/none", "holds no config.json, so it is not a run of fsdp2.train; give one's folder or URL"),
         ("s3://", "RUN s3://: names no bucket; give s3://bucket/run"),
         ("gopher://x/y", "RUN gopher://x/y: gopher:// is not a protocol"),
     ]:

@@ -175,7 +175,9 @@ def read_config(run: RunDir, **named: Any) -> Config:
     except OSError as error:
         raise ConfigError(f"RUN {run.place}: can't be read ({error}); check the URL and access") from None
     if not exists:
-        raise ConfigError(f"{run.place}: holds no {run.config.name}, so it is not a run; give a run's folder or URL")
+        raise ConfigError(
+            f"{run.place}: holds no {run.config.name}, so it is not a run of fsdp2.train; give one's folder or URL"
+        )
     given = {name: value for name, value in named.items() if value not in (None, False)}
     values = read_file(Config, place, given, called="")
     if run.is_remote and values.get("tokenizer") not in (None, "bytes"):
