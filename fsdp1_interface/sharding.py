@@ -38,10 +38,11 @@ def shard(model: nn.Module, arguments: Arguments, prepare: Callable[[nn.Module],
         _named_as_fsdp1(type(module))
         inner = own_modules(module, unit.ignored)
         parameters = dict.fromkeys(p for part in inner for p in part.parameters(recurse=False))
-        for parameter in parameters.keys() - unit.ignored.parameters:
+        flat = [parameter for parameter in parameters if parameter not in unit.ignored.parameters]
+        for parameter in flat:
             parameter._fsdp_flattened = True  # type: ignore[attr-defined]
         if not unit.arguments.use_orig_params:
-            optimizers.was_flat(module, list(parameters))
+            optimizers.was_flat(module, flat)
 
     with optimizers.watching(model, arguments.use_orig_params):
         plan = shard_units(model, arguments, sharding)

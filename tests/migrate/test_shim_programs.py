@@ -138,6 +138,10 @@ def groups() -> None:
     blocks, rest = list(model.blocks.parameters()), [*model.first.parameters(), *model.last.parameters()]
     whole: list[dict[str, Any]] = [{"params": blocks, "lr": 0.1}, {"params": rest}]
     train(model, torch.optim.AdamW(whole), 1)
+    net = Net()
+    ignored = [net.last.bias]
+    model = shim().FullyShardedDataParallel(net, ignored_states=ignored, auto_wrap_policy=policy("transformer"))
+    train(model, torch.optim.AdamW([one for one in model.parameters() if one is not ignored[0]]), 1)  # a unit's whole
 
 
 def test_an_optimizer_that_splits_a_flat_parameter_is_refused(ranks: Ranks) -> None:
