@@ -5,8 +5,10 @@ ARGS ?=
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
-# One thread a rank is what fsdp2 sets by itself on 2 cores; saying so keeps torchrun from warning about it.
-TORCHRUN = $(if $(filter-out 1,$(NPROC)),OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} )$(BIN)/torchrun --nproc_per_node $(NPROC)
+# One thread a rank is what fsdp2 sets by itself on 2 cores; saying so keeps torchrun from warning about it. A signal to
+# make reaches its child: torchrun, in the place of the shell.
+THREADS = exec env OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}
+TORCHRUN = $(if $(filter-out 1,$(NPROC)),$(THREADS) )$(BIN)/torchrun --nproc_per_node $(NPROC)
 TRAIN = $(TORCHRUN) -m fsdp2.train
 UV = $(BIN)/uv pip install --quiet --python $(BIN)/python -c $(CONSTRAINTS)
 # The newest run, for `make resume` and `make infer`.
