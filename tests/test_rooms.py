@@ -282,7 +282,7 @@ def test_the_book_and_the_repository_are_no_larger_than_they_say() -> None:
     for package in lines:
         for file in (ROOT / package).rglob("*.py"):
             lines[package] += len(file.read_text().splitlines())
-    found, most = (lines[BOOK], sum(lines.values())), (17_620, 55_430)
+    found, most = (lines[BOOK], sum(lines.values())), (17_620, 55_519)
     assert all(map(operator.le, found, most)), f"{found} lines of {BOOK} and of all, of at most {most}: {lines}"
 
 
