@@ -1,6 +1,6 @@
 """FSDP2 on one screen:  torchrun --nproc_per_node 2 -m fsdp2.minimal [FOLDER]
 
-A sharded ViT on digits, with losses as `fsdp2.train --clip-grad-norm`. Run again, on any number of ranks, it goes on."""
+A sharded ViT, with losses as `fsdp2.train --clip-grad-norm`. Run again, on any number of ranks, it goes on."""
 
 import sys
 from pathlib import Path

@@ -249,6 +249,23 @@ def test_make_resume_and_infer_take_a_folder_or_a_url(run: str) -> None:
     assert f'-m fsdp2.infer "{place}"' in make("-n", "infer", f"RUN={run}")[1]
 
 
+def test_a_signal_to_make_is_one_to_torchrun(tmp_path: Path) -> None:
+    """A shell between them would die of it and leave the run behind."""
+    (tmp_path / "bin").mkdir()
+    torchrun = tmp_path / "bin" / "torchrun"
+    torchrun.write_text('#!/bin/bash\ntrap "touch asked; exit 1" TERM\ntouch began\nwhile :; do sleep 0.05; done\n')
+    torchrun.chmod(0o755)
+    command = ["make", "-f", str(ROOT / "Makefile"), f"VENV={tmp_path}", f"-o{tmp_path}/.installed", "train"]
+    with subprocess.Popen(command, cwd=tmp_path, env=python_environment()) as process:
+        until = time.monotonic() + 30
+        while not (tmp_path / "began").exists():
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        process.terminate()
+        assert process.wait(30) != 0
+    assert (tmp_path / "asked").exists()
+
+
 def test_each_variant_is_there_through_ray() -> None:
     status, out, _ = make("-n", "ray-train-hsdp", "ARGS=--epochs 3")
     assert status == 0

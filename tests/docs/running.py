@@ -134,6 +134,7 @@ class Shell:
         for line in listed.stdout.replace("\\\n", " ").splitlines():
             if line.startswith("test ") or not line.strip():
                 continue
+            line = line.replace("exec env ", "")
             status, text = self.run(line + f"  # {STOPPED_BY_HAND}" * by_hand, has_output=has_output)
             printed += text
         return status, printed

@@ -252,6 +252,7 @@ def test_what_a_job_is_given_by_the_environment(job: Job) -> None:
     ("flags", "variables", "line"),
     [
         (["--model=vit"], {}, "no --run-dir: give one that all nodes see"),
+        (["--run-dir=run"], {"SLURM_NTASKS": "4"}, "the job has 4 tasks on 1 nodes; give --ntasks-per-node"),
         (["--run-dir=run"], {"SLURM_GPUS_PER_NODE": "0"}, "the job has no GPUs; RANKS_PER_NODE=2 in front of sbatch"),
         (["--run-dir=run"], {"SLURM_JOB_ID": ""}, "there is no job of SLURM here; give sbatch in front"),
         (["--run-dir=run"], {"PATH": "/usr/bin:/bin"}, f"{socket.gethostname()} has no torchrun; activate your"),
