@@ -102,6 +102,8 @@ def parse(words=None):
     flags.lr, flags.track = flags.lr or (1e-5 if flags.lora else 1e-6), flags.track or ()
     if flags.lora_alpha and not flags.lora:
         raise ConfigError("--lora-alpha: there are no adapters without --lora RANK; add it, or drop this one")
+    if flags.eval_every and not flags.eval_pairs:
+        raise ConfigError("--eval-every: there is nothing to evaluate without --eval-pairs; add it, or drop this one")
     flags.lora_alpha = flags.lora_alpha or (2.0 * flags.lora if flags.lora else None)
     return flags
 

@@ -97,7 +97,7 @@ def cluster(options: RayOptions, *, log_to_driver: bool = True) -> Iterator[None
     # Left to itself, Ray would take any cluster that was started on this machine for what is meant.
     where = options.address or os.environ.get("RAY_ADDRESS") or "local"
     if ":" in where:
-        check_address(where)
+        check_address(where, "--address" if options.address else "RAY_ADDRESS")
     try:
         ray.init(
             address=where,
@@ -114,7 +114,7 @@ def cluster(options: RayOptions, *, log_to_driver: bool = True) -> Iterator[None
         ray.shutdown()
 
 
-def check_address(address: str) -> None:
+def check_address(address: str, named: str = "--address") -> None:
     """Raise ConfigError, within 20 s, if no cluster answers at HOST:PORT. Ray itself would try for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     try:
@@ -124,16 +124,16 @@ def check_address(address: str) -> None:
             status = [sys.executable, "-m", "ray.scripts.scripts", "status", "--address", address]
             subprocess.run(status, check=True, capture_output=True, timeout=SECONDS_FOR_STATUS)
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"--address {address}: nothing answers there as Ray does; is it a cluster's port?") from None
+        raise ConfigError(f"{named} {address}: nothing answers there as Ray does; is it a cluster's port?") from None
     except subprocess.CalledProcessError as error:
         *_, said = error.stderr.decode(errors="replace").strip().splitlines() or ["without a word"]
         # Ray's own words name a token, which lies there since Ray's first start.
         asks = "RAY_AUTH_MODE" in said and "RAY_AUTH_MODE" not in os.environ
         why = "it asks for a token; set RAY_AUTH_MODE=token" if asks else f"ray status fails there ({said})"
-        raise ConfigError(f"--address {address}: {why}") from None
+        raise ConfigError(f"{named} {address}: {why}") from None
     except (OSError, ValueError, OverflowError) as error:
         raise ConfigError(
-            f"--address {address}: nothing answers there ({error}); start a cluster with ray start --head"
+            f"{named} {address}: nothing answers there ({error}); start a cluster with ray start --head"
         ) from None
 
 

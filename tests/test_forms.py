@@ -278,7 +278,7 @@ def test_a_run_keeps_the_names_of_fields(ranks: Ranks, tmp_path: Path, capsys: p
     ("fields", "row", "part"),
     [
         (QUESTION, {"question": "a", "reply": "b"}, "line 1: has no field answer, .* it has question, reply"),
-        (QUESTION, {"question": "a", "answer": None}, "line 1: its answer is null; leave it out"),
+        (QUESTION, {"question": "a", "answer": None}, "line 1: its answer is null; leave that line out"),
         ("system=sytem", {"prompt": "a", "completion": "b"}, "no line has the field sytem, which --chat-fields names"),
         ("role=who", talk("a", "b"), "line 1: a message has no field who, which --chat-.* names; it has role, content"),
         ("content=said", talk("a", "b"), "line 1: a message has no field said"),

@@ -183,6 +183,16 @@ def test_what_would_be_left_out_is_refused(tmp_path: Path, kind: str, marked: bo
     assert str(refused.value).isprintable()
 
 
+def test_speakers_with_names_of_their_own_are_taken(tmp_path: Path) -> None:
+    """Of which `usr` would be a misspelt one."""
+    pytest.importorskip("transformers")
+    chat = Chat(str(make_tokenizer(tmp_path, PLAIN)))
+    for who in ("user1", "critic"):
+        line = {"messages": [{"role": who, "content": "a"}, {"role": "assistant", "content": "b"}]}
+        ((tokens, _),) = encoded(chat, line)
+        assert f"<|{who}|>\na" in chat.tokenizer.decode(tokens)
+
+
 def test_what_means_nothing_or_is_printed_is_taken(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     thinks = PLAIN.replace("{{ message.content }}<", "{{ message.reasoning_content }}{{ message.content }}<")

@@ -113,15 +113,22 @@ def test_pairs_that_cannot_be_read_are_counted_too(tmp_path: Path) -> None:
     with pytest.raises(UnusableText, match=r"of 5 pairs 2 that can't be read \(.*pairs.jsonl, lines 1, 3\)") as caught:
         load(tmp_path, *rows)
     one_line(
-        caught.value, "the first that can't be read", "line 1: its chosen is null; leave it out", "--bad-samples drop"
+        caught.value,
+        "the first that can't be read",
+        "line 1: its chosen is null; leave that line out",
+        "--bad-samples drop",
     )
     split = load(tmp_path, *rows, {**TEXTS, "chosen": "a" * 99}, drop=True)
     assert split.content == load(tmp_path, TEXTS, good, rows[4]).content
     ways = "2 through the chat template and 1 as raw texts, without a chat template"
     why = "1 with more than 64 tokens (none is cut) and 2 that can't be read"
     assert split.about.endswith(f"{ways}; left out by --bad-samples drop: {why}")
-    with pytest.raises(UnusableText, match="line 2: has no field chosen; add --chat-fields chosen=NAME"):
+    most = "2 of 3 pairs can't be read, and so many aren't left out; the first: .*line 2: has no field chosen; add"
+    with pytest.raises(UnusableText, match=most):
         load(tmp_path, TEXTS, *[{"good": "a", "bad": "b"}] * 2, drop=True)  # it isn't these lines' fault
+    make_tokenizer(tmp_path, None)
+    with pytest.raises(UnusableText, match="line 3: the model has no chat template"):
+        load(tmp_path, rows[4], rows[4], TEXTS, drop=True)  # nor is it this one's
 
 
 def test_bytes_are_tokens_where_a_model_has_none(tmp_path: Path) -> None:

@@ -112,8 +112,8 @@ def formless(there: Iterable[str], fields: Fields, line: Mapping[str, Any] = {})
     has = f"it has {', '.join(list(map(str, there))[:8]) or 'none'}"
     for ours, theirs in of_line(fields).items():
         if theirs not in there:
-            if theirs in line:
-                return f"its {theirs} is null; leave it out"
+            if theirs in line and any(ours in form.has for form in FORMS.values()):
+                return f"its {theirs} is null; leave that line out"
             if ours != theirs:  # pairs alone are asked for by our own names
                 return f"has no field {theirs}, which --chat-fields names ({EACH}); {has}"
             talk = form_of(there, {name: own for name, own in fields.items() if name not in FORMS["pairs"].has})
@@ -129,7 +129,7 @@ def one_form(line: Any, before: str | None, fields: Fields, where: str) -> str:
     """The form of a line. Raises UnusableText if it has none, or another than the lines before it."""
     there = [name for name, value in line.items() if value is not None] if isinstance(line, dict) else []
     if (form := form_of(there, fields)) is None:
-        raise UnusableText(f"{where}: {formless(there, fields, line if there else {})}")
+        raise UnusableText(f"{where}: {formless(there, fields, line if isinstance(line, dict) else {})}")
     if before not in (None, form):
         raise UnusableText(
             f"{where}: has {form}, and the lines before it {before}; make two files of them, and mix those: "

@@ -50,7 +50,8 @@ def conversation(row: Row, form: str, fields: Fields) -> tuple[list[Any], list[A
         ours = role
         if role not in SPEAKERS:
             low = role.strip().lower()
-            ours = CALLED.get(low) or next(iter(get_close_matches(low, SPEAKERS, 1, 0.8)), role)
+            near = get_close_matches(low, SPEAKERS, 1, 0.8) if low.isalpha() else []  # user2 is somebody
+            ours = CALLED.get(low) or next(iter(near), role)
         flag = "system-role" if ours == "system" else ours
         if ours != role and flag in OF_ROLE:
             raise UnusableText(f"{where} has the role {role}, which is {ours} here; add --chat-fields {flag}={role}")

@@ -96,9 +96,12 @@ def load(
     rows = [(row.where, encode.or_why_not(row)) for file in files for row in rows_of(file, encode.fields)]
     if not rows:
         raise UnusableText(f"{place}: holds no pairs; give lines with prompt, chosen and rejected")
-    unread = [str(one) for _, one in rows if isinstance(one, UnusableText)]
+    unread = [one for _, one in rows if isinstance(one, str)]
     if 2 * len(unread) > len(rows):  # by the template's fault, or that of the fields' names
-        raise UnusableText(unread[0])
+        most = (
+            f"{place}: {len(unread):,} of {len(rows):,} pairs can't be read, and so many aren't left out; the first: "
+        )
+        raise UnusableText(most * (len(rows) > 1) + unread[0])
     reasons: dict[str, Callable[[list[Encoded]], bool]] = {
         f"with more than {length} tokens (none is cut)": lambda pair: max(len(tokens) for tokens, _ in pair) > length,
         "with an answer without a token": lambda pair: not all(learn[1:].any() for _, learn in pair),
@@ -109,7 +112,7 @@ def load(
     }
     judged: list[list[Encoded] | str] = []  # a pair, or why it isn't learned
     for _, pair in rows:
-        if isinstance(pair, UnusableText):
+        if isinstance(pair, str):
             judged.append(REFUSED)
         else:
             judged.append(next((why for why, wrong in reasons.items() if wrong(pair)), pair))
@@ -132,6 +135,10 @@ def load(
     about += f"; dropped: {dropped}" if dropped else ""
     other = encode.texts.unlike([tokens[:LOOKED_AT] for pair in kept[:LOOKED_AT] for tokens, _ in pair])
     return Pairs(kept, "; ".join([about, *other_reader({**encode.texts.about, "unlike": other})]))
+
+
+class _Unusable(UnusableText):
+    """It isn't a pair's fault."""
 
 
 class _Encode:
@@ -157,8 +164,11 @@ class _Encode:
         if not (self._chat or (self._tokenizer != "bytes" and has_template(self._tokenizer))):
             own = "its folder" if self._tokenizer == "bytes" else self._tokenizer
             fix = f"put tokenizer.json and one into {own}, or give texts and --pairs-as text of examples/dpo.py"
-            raise UnusableText(f"{row.where}: the model has no chat template to print it with; {fix}")
-        self._chat = self._chat or open_chat(self._tokenizer)
+            raise _Unusable(f"{row.where}: the model has no chat template to print it with; {fix}")
+        try:
+            self._chat = self._chat or open_chat(self._tokenizer)
+        except UnusableText as error:
+            raise _Unusable(str(error)) from None
         both = self._messages(line, row.where, texts=texts)
         talks = [{"messages": one, "tools": line.get("tools")} for one in both]
         where = [f"{row.where}, {answer}" for answer in ANSWERS]
@@ -167,11 +177,13 @@ class _Encode:
             raise UnusableText(f"{row.where}: has an answer of weight 0, and of pairs those that differ count; drop it")
         return _apart([(tokens, numpy.asarray(learn, dtype=bool)) for tokens, learn in encoded])
 
-    def or_why_not(self, row: Row) -> list[Encoded] | UnusableText:
+    def or_why_not(self, row: Row) -> list[Encoded] | str:
         try:
             return self(row)
+        except _Unusable:
+            raise
         except UnusableText as error:
-            return error
+            return str(error)
 
     def left_out(self) -> set[str]:
         """The fields of all lines that nothing reads, and such keys of messages."""

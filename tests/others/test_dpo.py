@@ -122,7 +122,7 @@ def test_a_tracker_hears_how_a_run_has_ended(tmp_path: Path, monkeypatch: pytest
 def test_microbatches_are_one_batch_to_rounding(ranks: Ranks, tmp_path: Path) -> None:
     """Of the last step of an epoch, 2 pairs of 6, one rank's second microbatch is empty."""
     folder = save("llama", tmp_path / "model").removeprefix("hf:")
-    for name, more in (("whole", ()), ("parts", ("--batch-size=1", "--eval-every=3"))):
+    for name, more in (("whole", ()), ("parts", ("--batch-size=1", "--eval-every=3", "--eval-pairs=none"))):
         ranks.run(_on_ranks, folder, tmp_path / name, STEPS, *more)
     evaluated = [[one["step"] for one in _records(tmp_path / name, "eval")] for name in ("whole", "parts")]
     assert evaluated == [[2, 4, 6], [2, 3, 4, 6]]
@@ -257,6 +257,8 @@ def test_adapters_have_the_scale_that_is_asked_for(ranks: Ranks, tmp_path: Path)
     assert peft.PeftConfig.from_pretrained(out / "model-2").lora_alpha == 64
     with pytest.raises(ConfigError, match="there are no adapters without --lora"):
         dpo.parse([folder, "pairs", str(out), "--lora-alpha=64"])
+    with pytest.raises(ConfigError, match="there is nothing to evaluate without --eval-pairs"):
+        dpo.parse([folder, "pairs", str(out), "--eval-every=6"])
 
 
 @pytest.mark.parametrize("more", [[], ["--lora=4"]], ids=["all weights", "adapters"])

@@ -87,6 +87,8 @@ def fails_to_torchrun(reason: str) -> bool:
     if reason.startswith(LAUNCHER_GONE):
         return True
     if reason.endswith(ELSEWHERE) and of_torchrun():
+        if not restarts_allowed() and reason.startswith(signal.SIGUSR1.name):
+            return False
         time.sleep(SECONDS_APART)
-        return restarts_allowed() or not reason.startswith(signal.SIGUSR1.name)
+        return True
     return False
