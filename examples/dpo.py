@@ -89,7 +89,7 @@ def parse(words=None):
         parser.add_argument(flag_of(name), metavar=word_of(check), default=default, help=what + said)
     parser.add_argument("--mixed-precision", nargs="?", const="bf16", choices=["bf16"], help="compute in bf16")
     again: dict[str, Any] = {"nargs": "?", "const": "block", "choices": ["block", "op"]}
-    parser.add_argument("--activation-checkpointing", **again, help="compute activations again in backward, as a run")
+    parser.add_argument("--activation-checkpointing", **again, help="activations again in backward; bare = block")
     # What a training's schedule and trackers read, without a flag here.
     parser.set_defaults(max_steps=None, gamma=1.0, lr_floor=0.0, tensorboard=False)
     flags = parser.parse_args(words)

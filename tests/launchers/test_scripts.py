@@ -241,7 +241,7 @@ def test_what_a_job_is_given_by_the_environment(job: Job) -> None:
     assert "|CPUS=8|GLOO=|" in out
     _, out, _ = job.run("OUT", PROGRAM="examples/dpo.py DIR", CONTAINER="apptainer exec --nv IMAGE", INTERFACE="eth1")
     assert out.partition("\n")[2].startswith(
-        "--kill-on-bad-exit=1|--ntasks-per-node=1|apptainer|exec|--nv|IMAGE|bash|-c|"
+        "--kill-on-bad-exit=1|--ntasks=1|--ntasks-per-node=1|apptainer|exec|--nv|IMAGE|bash|-c|"
     )
     assert "|examples/dpo.py|DIR|OUT|" in out
     assert "|CPUS=|GLOO=eth1|" in out
@@ -252,7 +252,6 @@ def test_what_a_job_is_given_by_the_environment(job: Job) -> None:
     ("flags", "variables", "line"),
     [
         (["--model=vit"], {}, "no --run-dir: give one that all nodes see"),
-        (["--run-dir=run"], {"SLURM_NTASKS": "4"}, "the job has 4 tasks on 1 nodes; give --ntasks-per-node"),
         (["--run-dir=run"], {"SLURM_GPUS_PER_NODE": "0"}, "the job has no GPUs; RANKS_PER_NODE=2 in front of sbatch"),
         (["--run-dir=run"], {"SLURM_JOB_ID": ""}, "there is no job of SLURM here; give sbatch in front"),
         (["--run-dir=run"], {"PATH": "/usr/bin:/bin"}, f"{socket.gethostname()} has no torchrun; activate your"),

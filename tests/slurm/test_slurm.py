@@ -265,6 +265,18 @@ def test_a_job_without_an_environment_begins_with_the_lines_of_its_copy(tmp_path
 
 
 @pytest.mark.slow
+def test_a_job_counts_its_own_tasks(tmp_path: Path, slurm: dict[str, str]) -> None:
+    """Whatever the shell says that it was submitted from, or `--ntasks`."""
+    run, log = tmp_path / "run", tmp_path / "job.log"
+    flags = small(run, "--max-steps=3", "--no-save-model")
+    options = ["--nodes=2", "--ntasks=4", "--overcommit", "--gpus-per-node=0", "--cpus-per-task=1", f"--output={log}"]
+    another = {**slurm, "RANKS_PER_NODE": "1", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NTASKS": "1"}
+    job = _slurm(["sbatch", "--parsable", *options, str(SCRIPT), *flags], another)
+    assert _ended(job, slurm) == ("COMPLETED", 0), log.read_text()
+    assert world_size(run) == 2
+
+
+@pytest.mark.slow
 def test_a_job_that_is_asked_to_end_saves_and_is_not_queued_again(tmp_path: Path, slurm: dict[str, str]) -> None:
     run, log = tmp_path / "run", tmp_path / "job.log"
     flags = small(run, "--checkpoint-every=100000")
