@@ -223,8 +223,8 @@ MUTANTS = (
     _of(
         "the last chunk of a loss left out",
         "fsdp2/models/chunked.py",
-        "return torch.stack(sums).sum(dim=0)",
-        "return torch.stack(sums[:-1]).sum(dim=0)",
+        "total = torch.stack(sums).sum(dim=0)",
+        "total = torch.stack(sums[:-1]).sum(dim=0)",
         "chunked loss",
     ),
     _of(
