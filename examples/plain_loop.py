@@ -69,7 +69,8 @@ def train(out: Path, device: torch.device, steps: int = 6, **how) -> list[float]
         order = torch.randperm(len(TEXT), generator=torch.Generator().manual_seed(step))  # on any number of ranks
         rows = TEXT[order[:ROWS].tensor_split(world)[dist.get_rank()]].to(device)
         logits = model(rows[:, :-1]).float()
-        loss = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()) * len(rows) / ROWS
+        wanted = rows[:, 1:].flatten()  # a rank may have no row: a sum of nothing is 0, and a mean NaN
+        loss = F.cross_entropy(logits.flatten(0, 1), wanted, reduction="sum") / (ROWS * LENGTH)
         (loss * world).backward()  # FSDP averages over ranks, and this is a sum
         fully_sharded.clip(model.parameters(), 1.0)
         optimizer.step()
