@@ -112,12 +112,8 @@ def test_pairs_that_cannot_be_read_are_counted_too(tmp_path: Path) -> None:
     rows = [{**TEXTS, "chosen": None}, TEXTS, begins, good, {"chosen": "ab", "rejected": "ac"}]
     with pytest.raises(UnusableText, match=r"of 5 pairs 2 that can't be read \(.*pairs.jsonl, lines 1, 3\)") as caught:
         load(tmp_path, *rows)
-    one_line(
-        caught.value,
-        "the first that can't be read",
-        "line 1: its chosen is null; leave that line out",
-        "--bad-samples drop",
-    )
+    first = "the first that can't be read: "
+    one_line(caught.value, first, "line 1: its chosen is null; leave that line out", "--bad-samples drop")
     split = load(tmp_path, *rows, {**TEXTS, "chosen": "a" * 99}, drop=True)
     assert split.content == load(tmp_path, TEXTS, good, rows[4]).content
     ways = "2 through the chat template and 1 as raw texts, without a chat template"

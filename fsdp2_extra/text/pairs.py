@@ -22,7 +22,7 @@ from fsdp2_extra.text.forms import Fields, messages_of, one_form, read_of, renam
 from fsdp2_extra.text.header_lines import other_reader, span
 from fsdp2_extra.text.messages import learned_answers, require_usual
 from fsdp2_extra.text.places import PUBLISHED, published
-from fsdp2_extra.text.prepared import NAMED, Encoder, places
+from fsdp2_extra.text.prepared import NAMED, UNREAD, Encoder, places
 from fsdp2_extra.text.reading import rows_of
 from fsdp2_extra.text.rows import Row
 from fsdp2_extra.text.text import found, require_fit
@@ -31,7 +31,6 @@ from fsdp2_extra.text.tokenizer_file import open_tokenizer
 
 ANSWERS = ("chosen", "rejected")
 MOST_UNREAD = 80  # characters of the names of fields that nothing reads
-REFUSED = "that can't be read"
 
 Encoded = tuple[numpy.ndarray, numpy.ndarray]
 """Tokens, (n,), and as many booleans: whether a model is to write this one."""
@@ -113,10 +112,10 @@ def load(
     judged: list[list[Encoded] | str] = []  # a pair, or why it isn't learned
     for _, pair in rows:
         if isinstance(pair, str):
-            judged.append(REFUSED)
+            judged.append(UNREAD)
         else:
             judged.append(next((why for why, wrong in reasons.items() if wrong(pair)), pair))
-    bad = " and ".join(f"{count:,} {why}" for why in (*reasons, REFUSED) if (count := judged.count(why)))
+    bad = " and ".join(f"{count:,} {why}" for why in (*reasons, UNREAD) if (count := judged.count(why)))
     if bad and not drop:
         some = places([where for (where, _), why in zip(rows, judged, strict=True) if isinstance(why, str)][:NAMED])
         first = f"; the first that can't be read: {unread[0]}" if unread else ""

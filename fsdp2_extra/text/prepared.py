@@ -38,6 +38,7 @@ NAMES = {"format", "kind", "tokenizer", "begin", "field", "fields", "source", "c
 NAMES |= {"documents", "tokens", "characters", "empty", "beside", "turns", "unlike", "files", "longest", "unlearned"}
 NAMES |= {"refused", "refusal", "unread"}
 TOO_LONG, UNLEARNED, REFUSED = "too_long", "no_answer", "refused"  # why one isn't learned, as records say it
+UNREAD = "that can't be read"  # and, of the last, as messages do
 EMPTY = numpy.empty(0, dtype=numpy.uint8)
 
 
@@ -302,7 +303,7 @@ def _usable(
 def why_left_out(left_out: Mapping[str, int], seq_len: int, where: Mapping[str, str] = MappingProxyType({})) -> str:
     """The number of conversations that can't be learned, the reasons, in words, and where some are."""
     words = {TOO_LONG: f"longer than --seq-len {seq_len} (none is cut)", UNLEARNED: "without an answer to learn"}
-    words[REFUSED] = "that can't be read"
+    words[REFUSED] = UNREAD
     return " and ".join(
         f"{count:,} {words[why]}{(where.get(why) and f' in {where[why]}') or ''}" for why, count in left_out.items()
     )

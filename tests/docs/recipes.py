@@ -62,13 +62,8 @@ def table() -> str:
     rows = [(f"`configs/{name}.toml`", what, planned(name)) for name, what in RECIPES.items()]
     rows += [("`examples/dpo.py`", DPO, planned_dpo())]
     rows += [("`examples/dpo.py --lora 16 --mixed-precision`", DPO_LORA, planned_dpo_with_adapters())]
-    rows += [
-        (
-            "the same with `--activation-checkpointing`",
-            DPO_AGAIN,
-            planned_dpo_with_adapters(activation_checkpointing="block"),
-        )
-    ]
+    again = planned_dpo_with_adapters(activation_checkpointing="block")
+    rows += [("the same with `--activation-checkpointing`", DPO_AGAIN, again)]
     for name, what, sizes in rows:
         lines.append(f"| {name} | {what} | " + " | ".join(map(size, sizes)) + " |")
         print(lines[-1], flush=True)

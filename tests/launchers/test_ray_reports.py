@@ -95,16 +95,8 @@ def test_an_evaluation_has_no_checkpoint_of_another_step(
         found.append((metrics["step"], checkpoint and Path(checkpoint.path).name))
 
     monkeypatch.setattr("ray.train.report", report)
-    told(
-        [
-            *steps(1, 2),
-            checkpoint(tmp_path, 2, 0),
-            *steps(3, 4),
-            evaluation(4, 0),
-            *steps(5, 5),
-            ("end", {**steps(5, 5)[0][1], "epoch": 1}),
-        ]
-    )
+    events = [*steps(1, 2), checkpoint(tmp_path, 2, 0), *steps(3, 4), evaluation(4, 0), *steps(5, 5)]
+    told([*events, ("end", {"step": 5, "epoch": 1})])
     assert found == [(2, "step-00000002"), (4, None), (5, "step-00000002")]
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -225,18 +226,10 @@ def _recomputed(folder: str, out: Path, *more: str) -> tuple[list[dict[str, floa
     """Figures of a run, and how often a block's forward ran."""
     from transformers.models.llama import modeling_llama
 
-    calls, forward = 0, modeling_llama.LlamaMLP.forward
-
-    def counted(*args: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        return forward(*args)
-
-    modeling_llama.LlamaMLP.forward = counted
-    try:
-        return _on_ranks(folder, out, STEPS, *more), calls
-    finally:
-        modeling_llama.LlamaMLP.forward = forward
+    with pytest.MonkeyPatch.context() as patch:
+        counted = Mock(side_effect=modeling_llama.LlamaMLP.forward)
+        patch.setattr(modeling_llama.LlamaMLP, "forward", lambda *inputs: counted(*inputs))
+        return _on_ranks(folder, out, STEPS, *more), counted.call_count
 
 
 def test_activations_are_computed_again_for_the_same_figures(ranks: Ranks, tmp_path: Path) -> None:
