@@ -98,12 +98,21 @@ def test_those_that_cannot_be_read_are_counted_and_left_out(file: Path, capsys: 
 
 
 def test_where_most_cannot_be_read_it_is_not_their_fault(file: Path) -> None:
-    lines = [{"messages": [{"role": "user"}]}] * 3 + [talk("question", "yes")] * 9
-    file.write_text("".join(json.dumps(one) + "\n" for one in lines))
-    with pytest.raises(UnusableText, match=r"line 1: its message 1 \(user\) has no content"):
-        load(file, drop=True)
-    file.write_text("".join(json.dumps(one) + "\n" for one in reversed(lines)))
-    assert len(load(file, drop=True).train) > 0
+    bad, good = {"messages": [{"role": "user"}]}, talk("question", "yes")
+
+    def read(*lines: dict[str, Any]) -> int:
+        file.write_text("".join(json.dumps(one) + "\n" for one in lines))
+        splits = load(file, drop=True)
+        return len(splits.train) + len(splits.test)
+
+    assert read(*[bad] * 5, *[good] * 5) == read(*[good] * 5, *[bad] * 5) > 0
+    of = "can't be read, and so many aren't left out; the first: .*"
+    with pytest.raises(UnusableText, match=rf"6 of 11 conversations {of}line 1: its message 1 \(user\) has no content"):
+        read(*[bad] * 6, *[good] * 5)
+    with pytest.raises(UnusableText, match=rf"6 of 11 conversations {of}line 6: its message 1"):
+        read(*[good] * 5, *[bad] * 6)
+    with pytest.raises(UnusableText, match=rf"100 of the first 103 conversations {of}line 4: its message 1"):
+        read(*[good] * 3, *[bad] * 200, *[good] * 500)  # whose rest isn't read
 
 
 def test_no_more_than_ten_are_named(file: Path) -> None:

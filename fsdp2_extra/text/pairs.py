@@ -22,7 +22,7 @@ from fsdp2_extra.text.forms import Fields, messages_of, one_form, read_of, renam
 from fsdp2_extra.text.header_lines import other_reader, span
 from fsdp2_extra.text.messages import learned_answers, require_usual
 from fsdp2_extra.text.places import PUBLISHED, published
-from fsdp2_extra.text.prepared import NAMED, UNREAD, Encoder, places
+from fsdp2_extra.text.prepared import NAMED, UNREAD, Encoder, places, require_most_read
 from fsdp2_extra.text.reading import rows_of
 from fsdp2_extra.text.rows import Row
 from fsdp2_extra.text.text import found, require_fit
@@ -96,11 +96,7 @@ def load(
     if not rows:
         raise UnusableText(f"{place}: holds no pairs; give lines with prompt, chosen and rejected")
     unread = [one for _, one in rows if isinstance(one, str)]
-    if 2 * len(unread) > len(rows):  # by the template's fault, or that of the fields' names
-        most = (
-            f"{place}: {len(unread):,} of {len(rows):,} pairs can't be read, and so many aren't left out; the first: "
-        )
-        raise UnusableText(most * (len(rows) > 1) + unread[0])
+    require_most_read(len(unread), len(rows) - len(unread), f"{len(rows):,} pairs", "".join(unread[:1]))
     reasons: dict[str, Callable[[list[Encoded]], bool]] = {
         f"with more than {length} tokens (none is cut)": lambda pair: max(len(tokens) for tokens, _ in pair) > length,
         "with an answer without a token": lambda pair: not all(learn[1:].any() for _, learn in pair),

@@ -300,6 +300,18 @@ def _usable(
     return usable, {why: count for why, count in counts.items() if count}
 
 
+def require_most_read(unread: int, read: int, of: str, first: str) -> None:
+    """Raise UnusableText where most can't be read, also where they may be left out.
+
+    Args:
+        of: what was counted, for the message.
+        first: why the first can't be read: so often it is the template's fault, or that of the fields' names.
+    """
+    if unread > read:
+        most = f"{unread:,} of {of} can't be read, and so many aren't left out; the first: " if unread > 1 else ""
+        raise UnusableText(most + first)
+
+
 def why_left_out(left_out: Mapping[str, int], seq_len: int, where: Mapping[str, str] = MappingProxyType({})) -> str:
     """The number of conversations that can't be learned, the reasons, in words, and where some are."""
     words = {TOO_LONG: f"longer than --seq-len {seq_len} (none is cut)", UNLEARNED: "without an answer to learn"}

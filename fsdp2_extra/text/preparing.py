@@ -39,6 +39,7 @@ from fsdp2_extra.text.prepared import (
     is_prepared,
     places,
     read_meta,
+    require_most_read,
     source_of,
 )
 from fsdp2_extra.text.reading import rows_of
@@ -46,7 +47,7 @@ from fsdp2_extra.text.rows import Row, blocks
 from fsdp2_extra.text.tokenizer import LOOKED_AT
 
 SAY_SECONDS = 10.0
-ENOUGH = 3  # conversations that can't be read, if they are more than the others
+ENOUGH = 100  # conversations that can't be read, if they are more than the others, end the reading
 
 Say = Callable[[str], None]
 
@@ -144,9 +145,8 @@ def _make(files: Sequence[File], work: Path, source: str, encoder: Encoder, say:
     read = read_of(str(encoder.source()), fields) if output.beside else set()
     if output.beside and (none := sorted(read & {*of_line(fields).values()} - output.beside)):
         raise UnusableText(f"{files[0].name}: no line has the field {none[0]}, which --chat-fields names; drop it")
+    output.require_most_read()
     if not sum(output.tokens.values()):
-        if output.refused:
-            raise UnusableText(output.refusal[:MOST])
         others = f", nor in {len(files) - 1} others" if len(files) > 1 else ""
         raise UnusableText(f"{files[0].name}: there is no text in it{others}; give files that have some")
     meta = {
@@ -224,12 +224,17 @@ class _Output:
         self.beside: set[str] = set()
 
     def refuse(self, row: Row, why: UnusableText) -> None:
-        """Count one. Raise the first reason where most can't be read: that is the template's fault, or the fields'."""
+        """Count one. Raises UnusableText where enough were read to know that most can't be."""
         self.refused, self._first = self.refused + 1, self._first or str(why)
         if len(self.unread) < NAMED:
             self._reasons.setdefault(str(why).removeprefix(row.where).lstrip(":, "), []).append(row.where)
-        if self.refused >= ENOUGH and self.refused > sum(self.documents.values()):
-            raise UnusableText(self._first)
+        if self.refused >= ENOUGH:
+            self.require_most_read("the first ")
+
+    def require_most_read(self, of: str = "") -> None:
+        """Raise UnusableText if more can't be read than can."""
+        read = sum(self.documents.values())
+        require_most_read(self.refused, read, f"{of}{self.refused + read:,} conversations", self._first)
 
     @property
     def unread(self) -> list[str]:
