@@ -16,6 +16,7 @@ from fsdp2.run.preflight import check_data
 from fsdp2_extra.text import mixture, text
 from fsdp2_extra.text.chat import Chat
 from fsdp2_extra.text.forms import fields_of
+from fsdp2_extra.text.messages import conversation
 from fsdp2_extra.text.reading import rows_of
 from fsdp2_extra.text.rows import Row
 from fsdp2_tools.data import __main__ as command
@@ -95,6 +96,42 @@ def test_calls_of_many_forms_come_through_the_library(tmp_path: Path) -> None:
         )
     )
     assert ours == theirs
+
+
+CALL = {"name": "f", "arguments": {"x": [1]}}
+TWO = [CALL, {"name": "g", "arguments": "{}"}]
+
+
+def test_a_turn_of_calls_is_an_answer_with_calls(tmp_path: Path) -> None:
+    """LLaMA-Factory's: its text would be learned as a text, whatever the template has for calls."""
+    pytest.importorskip("transformers")
+    template = PLAIN.replace(
+        "{{ message.content }}<",
+        "{{ message.content }}{% if message.tool_calls %}CALLS {{ message.tool_calls | tojson }}{% endif %}<",
+    )
+    tokenizer = str(make_tokenizer(tmp_path / "tokenizer", template))
+    asked, end, more = turns("a", "b", "c")
+    first, *others = talk("a", "b", "c")["messages"]
+    for calls, said in (([CALL], json.dumps(CALL)), (TWO, json.dumps(TWO))):
+        theirs = [{"from": "function_call", "value": said}, {"from": "observation", "value": "r"}]
+        answer = {"role": "assistant", "tool_calls": [{"type": "function", "function": one} for one in calls]}
+        given = {"conversations": [asked, *theirs, end, more]}
+        wanted = {"messages": [first, answer, {"role": "tool", "content": "r"}, *others]}
+        ours, same = (
+            [one.tolist() for one in pair]
+            for line in (given, wanted)
+            for pair in Chat(tokenizer).encode([Row(line, "line 1", 1)])
+        )
+        assert ours == same
+
+
+@pytest.mark.parametrize("said", ["f(1)", '{"name": "f"}', "[]", "", "[1]"])
+def test_a_turn_of_calls_that_holds_none_is_refused(said: str) -> None:
+    given = {"conversations": [*turns("a"), {"from": "function_call", "value": said}]}
+    with pytest.raises(UnusableText, match=r"line 1: has a turn from function_call that (is no call|can't be read)"):
+        conversation(Row(given, "line 1", 1), "conversations", {})
+    with pytest.raises(UnusableText, match="from function_call that"):
+        conversation(Row(given, "line 1", 1), "conversations", {"assistant": "function_call"})
 
 
 def test_a_run_on_conversations_says_what_it_reads(

@@ -36,7 +36,8 @@ READ = {"tools", *LEARNED, *OF_A_PROMPT}.union(*(form.has | form.more for form i
 OF_LINE = {"tools"}.union(*(form.has | form.more for form in FORMS.values())) - {"conversations"}
 OF_MESSAGE, OF_ROLE = {"role", "content"}, {"user", "assistant", "tool", "system-role"}
 # Names that ShareGPT's descendants have for a role.
-ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool"}
+CALLS = "function_call"  # LLaMA-Factory's, of an assistant: its text is JSON of calls
+ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", CALLS: "assistant", "observation": "tool"}
 ROLES |= {role: role for role in ("user", "assistant", "system", "developer", "tool")}
 OTHERS = "conversations, instruction and output, or prompt and completion"
 EACH = "each source's between semicolons, the evaluated one's last"
@@ -212,4 +213,15 @@ def _turn(turn: Any, fields: Fields, where: str) -> Any:
                 "--chat-fields user=…,assistant=…,system-role=…"
             )
         message["role"] = role
+        if named == CALLS:
+            message["tool_calls"] = _calls(message.pop("content", None), f"{where}: has a turn from {CALLS}")
     return message
+
+
+def _calls(given: Any, what: str) -> list[Any]:
+    """Calls as OpenAI has them, of JSON text of one or of several. Raises UnusableText."""
+    found = from_json(given, what)
+    calls = found if isinstance(found, list) else [found]
+    if not calls or not all(isinstance(one, dict) and one.keys() >= {"name", "arguments"} for one in calls):
+        raise UnusableText(f'{what} that is no call; give {{"name": …, "arguments": …}}, or a list of such')
+    return [{"type": "function", "function": one} for one in calls]

@@ -27,7 +27,7 @@ from fsdp2_extra.text.rows import Row
 from fsdp2_extra.text.tokenizer import Tokenizer
 from fsdp2_extra.text.windows import Conversations, Documents
 
-FORMAT = 16
+FORMAT = 17
 META = "meta.json"
 SPLITS = ("train", "test")
 NAMED = 10  # conversations that a refusal names
