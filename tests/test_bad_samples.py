@@ -89,6 +89,7 @@ def test_those_that_cannot_be_read_are_counted_and_left_out(file: Path, capsys: 
     counts, *_ = header_lines.lines(found)
     assert counts.startswith("conversations: 35 of ")
     assert f"and 3 that can't be read ({file}, lines 21, 22: its message 1 (user) has no content" in counts
+    assert "; line 23: its messages must be a list" in counts  # of the same file
     line = ["prepare", str(file), "--chat", f"--tokenizer={file.parent}/tokenizer", f"--out={file.parent}/out"]
     assert command.cli(line) == 0
     assert (
@@ -135,7 +136,7 @@ def test_what_is_left_is_as_if_they_were_not_there(file: Path) -> None:
         assert all(torch.equal(inputs[name], others[name]) for name in others)
         assert ours.content != theirs.content
     counts, share, *_ = header_lines.lines(found)
-    assert share.endswith(" 38 answers, with those in what is left out")
+    assert share.endswith(" 38 answers, those in what is left out among them")
     assert counts.startswith("conversations: 35 of ")
     assert "left out by --bad-samples drop: 3 longer than --seq-len 64 (none is cut) and 2 without an" in counts
 

@@ -350,3 +350,23 @@ def test_a_line_end_behind_an_answer_is_not_taken_for_one(tmp_path: Path) -> Non
     chat = Chat(str(make_tokenizer(tmp_path / "a", template)))
     with pytest.raises(UnusableText, match="shows message 2, or those before it, differently when more follows"):
         encoded(chat, talk("a", "b ", "c", "d"))
+
+
+def test_an_empty_answer_is_named_where_the_template_shows_it_in_another_way(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    template = PLAIN.replace("<|{{ message.role }}|>\n", "<|{{ message.role }}|>{{ '\n' if message.content }}")
+    chat = Chat(str(make_tokenizer(tmp_path / "a", template)))
+    empty = "found; it has no content: leave the conversation out, or mark answers in the template"
+    with pytest.raises(UnusableText, match=f"shows message 2, .*{empty}"):
+        encoded(chat, talk("a", ""))
+
+
+def test_the_flag_for_developers_is_named_where_the_template_leaves_them_out(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    template = PLAIN.replace("in messages %}", "in messages if message.role != 'developer' %}")
+    folder = str(make_tokenizer(tmp_path / "a", template))
+    line = {"messages": [{"role": "developer", "content": "be"}, *talk("a", "b")["messages"]]}
+    with pytest.raises(UnusableText, match=r"doesn't print it; give .* or add --chat-fields system-role=developer$"):
+        encoded(Chat(folder), line)
+    as_system = {"messages": [{"role": "system", "content": "be"}, *line["messages"][1:]]}
+    assert encoded(Chat(folder, {"system-role": "developer"}), line) == encoded(Chat(folder), as_system)

@@ -138,6 +138,11 @@ def test_what_is_shown_is_each_source(
     assert f"  50.0% of text:{files[0]}, each once" in printed
     assert [line for line in printed if line.startswith("sequence 1 of ")] != []
     assert any("BCDEFGHI" in line for line in printed)
+    often = f"    warning: an epoch has each sequence of text:{files[1]} "
+    assert [line.startswith(often) for line in printed].count(True) == 1
+    line[2] = f"--dataset=text:{files[0]},text:{files[1]}"
+    assert command.cli(line) == 0
+    assert "warning" not in capsys.readouterr().out
 
 
 def test_all_that_is_trained_on_is_counted_where_others_evaluate(

@@ -58,6 +58,7 @@ def test_bad_input_is_one_line_before_anything_is_read(corpus: Path, flags: str,
     [
         ("empty.txt", b"", "there is no text in it; give files that have some"),
         ("bytes.txt", b"\xff\xfe\x00", "can't be read as text"),
+        ("latin.jsonl", b'{"text": "a"}\n{"text": "\xe9"}\n', "latin.jsonl, line 2: can't be read as text"),
         (
             "torn.jsonl",
             b'{"text": "a"}\n{"tex\n',

@@ -20,6 +20,7 @@ from fsdp2_extra.text.windows import Conversations, Documents, Mixture
 
 AT_A_TIME = 1 << 20  # of documents whose ends are in memory
 MOST_CHARACTERS, MOST_WORDS = 40, 400  # of the text of a token, and of reasons
+OFTEN = 4  # passes over the same text teach nearly as much as new text (https://arxiv.org/abs/2305.16264)
 
 
 def lines(dataset: Dataset) -> list[str]:
@@ -49,6 +50,11 @@ def _training(dataset: Dataset, each: int | None) -> list[str]:
             other = "" if got == wanted else f", where {wanted} is asked for: sequences are whole"
             times = "once" if count == len(one.train) else f"{count / len(one.train):.3g} times"
             found.append(f"  {got} of {source}, each {times}{other}")
+            if count > OFTEN * len(one.train):
+                found.append(
+                    f"    warning: an epoch has each sequence of {source} {times}, of which more than {OFTEN} teach "
+                    "little; give it a smaller share, or all of them none, which reads each once"
+                )
             found += [f"    {line}" for line in _training(one, each)]
         return found
     parts = [*about["train"], *about["test"]]
@@ -63,7 +69,8 @@ def _training(dataset: Dataset, each: int | None) -> list[str]:
     if about["kind"] == "chat":
         if about["left_out"]:
             why = why_left_out(about["left_out"], parts[0].seq_len)
-            why += f" ({printable(about['refusal'][:MOST_WORDS])})" if REFUSED in about["left_out"] else ""
+            reasons, more = about["refusal"], "…" * (len(about["refusal"]) > MOST_WORDS)
+            why += f" ({printable(reasons[:MOST_WORDS])}{more})" if REFUSED in about["left_out"] else ""
             sizes = f"{sizes}; left out by --bad-samples drop: {why}"
         beside = printable(about["beside"][: 2 * MOST_CHARACTERS])
         counts = f"conversations: {sizes}); truncated: none, dropped: {beside or 'none'}"
@@ -169,7 +176,7 @@ def _turn(dataset: Dataset) -> str:
         return "no token ends a turn"
     name, count, end = _name(dataset.classes[int(token)]), turns[token][0], _name(about["ends"])
     other = "" if name == end else f" (eos_token is {end or 'none'}; an export as hf names this one too)"
-    left_out = ", with those in what is left out" if about["left_out"] else ""
+    left_out = ", those in what is left out among them" if about["left_out"] else ""
     return f"{name} ends a turn{other}, learned in {count:,} of {_answers(about):,} answers{left_out}"
 
 

@@ -246,7 +246,10 @@ class _Output:
         """The reasons why those in `unread` can't be read, each with its lines."""
         if len(self._reasons) < 2:
             return self._first
-        return "; ".join(f"{places(where)}: {why}" for why, where in self._reasons.items())
+        found = "; ".join(f"{places(where)}: {why}" for why, where in self._reasons.items())
+        file, _, _ = self.unread[0].rpartition(", ")  # which is named once, if it is the only one
+        one = all(where.startswith(f"{file}, line ") for where in self.unread)
+        return f"{file}, {found.replace(f'{file}, line', 'line')}" if one else found
 
     def add(self, row: Row, tokens: numpy.ndarray, learn: numpy.ndarray | None) -> None:
         if not len(tokens) and not self._inside:

@@ -6,6 +6,7 @@ import codecs
 import importlib
 import io
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 from fsdp2.data.errors import UnusableText
 from fsdp2.units import install
@@ -27,14 +28,23 @@ def rows_of(file: File, field: str | Fields) -> Iterator[Row]:
     Raises UnusableText.
     """
     try:
-        yield from {".jsonl": _lines, ".parquet": _table, PUBLISHED: _published}.get(file.suffix, _pieces)(file, field)
+        with _as_utf_8(file.name):
+            read = {".jsonl": _lines, ".parquet": _table, PUBLISHED: _published}.get(file.suffix, _pieces)
+            yield from read(file, field)
         file.require_unchanged()
-    except UnusableText:
-        raise
-    except ValueError as error:  # of UTF-8
-        raise UnusableText(f"{file.name}: {NOT_UTF_8.format(' '.join(str(error).split())[:120])}") from None
     except OSError as error:
         raise UnusableText(f"{file.name}: can't be read ({' '.join(str(error).split())[:120]})") from None
+
+
+@contextmanager
+def _as_utf_8(where: str) -> Iterator[None]:
+    """Raise UnusableText for what is no UTF-8."""
+    try:
+        yield
+    except UnusableText:
+        raise
+    except ValueError as error:
+        raise UnusableText(f"{where}: {NOT_UTF_8.format(' '.join(str(error).split())[:120])}") from None
 
 
 def _lines(file: File, field: str | Fields) -> Iterator[Row]:
@@ -46,7 +56,9 @@ def _lines(file: File, field: str | Fields) -> Iterator[Row]:
             if number == 1:
                 line = line.removeprefix(MARK.encode())
             if line.strip():
-                content = value_of(written := line.decode(), where)
+                with _as_utf_8(where):
+                    written = line.decode()
+                content = value_of(written, where)
                 if not isinstance(field, str):
                     require_whole(content, written, where)
                 yield row_of(content, field, where, size)
