@@ -90,7 +90,7 @@ def show(samples: Sequence[dict[str, Any]], inputs: Sequence[Tensor], dataset: D
         predicted, actual = sample["predicted"], sample["actual"]
         print(f"{mark} sample {sample['sample']}: predicted {predicted:<12} actual {actual:<12}{after}")
     right = sum(sample["correct"] for sample in samples)
-    print(f"{right} of {len(samples)} {'samples' if inputs[0].dim() == 3 else 'last tokens'} right")
+    print(f"{right} of {len(samples)} {'samples' if inputs[0].dim() == 3 else 'tokens'} right")
     picture = run.path / "predictions.png"
     try:
         require("matplotlib", "plots", "picture")

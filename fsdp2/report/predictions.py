@@ -16,10 +16,10 @@ from fsdp2.units import printable
 
 
 def samples_of(logits: Tensor, targets: Tensor, dataset: Dataset) -> list[dict[str, Any]]:
-    """Predicted and true class of each sample; for language, of the last token of each that is to be predicted."""
+    """Predicted and true class of each sample; for language, of the middle one of each's targets."""
     if targets.dim() > 1:
-        rows, last = torch.arange(len(targets)), last_target(targets)
-        logits, targets = logits[rows, last], targets[rows, last]
+        rows, middle = torch.arange(len(targets)), middle_target(targets)
+        logits, targets = logits[rows, middle], targets[rows, middle]
     return [
         {
             "sample": i,
@@ -38,19 +38,22 @@ def _class(number: int, dataset: Dataset) -> str:
     return printable(dataset.classes[number]) if number < len(dataset.classes) else f"<{number}>"
 
 
-def last_target(targets: Tensor) -> Tensor:
-    """(N, T) -> (N,): where in each sample the last target stands that isn't `IGNORED`."""
-    places = torch.arange(targets.shape[1], device=targets.device)
-    return torch.where(targets == IGNORED, 0, places).argmax(dim=1)
+def middle_target(targets: Tensor) -> Tensor:
+    """(N, T) -> (N,): where in each sample the middle one of the targets stands that aren't `IGNORED`.
+
+    The last one of a conversation is what its chat template prints behind each answer.
+    """
+    counts = (targets != IGNORED).cumsum(dim=1)
+    return (counts == (counts[:, -1:] + 1) // 2).int().argmax(dim=1)
 
 
 def shown(inputs: Any, targets: Tensor) -> list[Tensor]:
-    """A readable form of each sample: an image, or the tokens up to the last target."""
+    """A readable form of each sample: an image, or the tokens up to its middle target."""
     if isinstance(inputs, dict):
         inputs = inputs.get("decoder_input_ids", inputs["input_ids"])
     if targets.dim() == 1:
         return list(inputs)
-    return [one[: last + 1] for one, last in zip(inputs, last_target(targets).tolist(), strict=True)]
+    return [one[: middle + 1] for one, middle in zip(inputs, middle_target(targets).tolist(), strict=True)]
 
 
 def context_of(tokens: Tensor, dataset: Dataset) -> str:
