@@ -122,20 +122,21 @@ def _seen_by_a_copy(config: Config, look: Callable[..., bool | None]) -> bool:
     return bool(look(spec.on_meta(config.model_size), spec.call, spec.logits))
 
 
-def _differ(config: Config, engine: Engine, rows: Any, region: slice) -> bool:
-    """Return whether this rank's logits of the last of three rows differ from the others' in a region of the row.
-
-    A collective call.
-    """
-    from fsdp2_extra.models.causal import same
-
+def _logits(config: Config, engine: Engine, rows: Any, region: slice) -> Tensor:
+    """This rank's logits of a region of three rows. A collective call."""
     tokens = rows["input_ids"] if isinstance(rows, dict) else rows
     piece = piece_of_rank(config, rows)
     with whole_logits(engine, config.spec) as plain:
         batch = Batch(piece, tokens, valid=True, samples=3, target_count=tokens.numel(), last=True)
         logits = plain.logits(engine.forward(batch))
     first, end = (place_in_piece(config, piece, place) for place in (region.start, region.stop))
-    logits = logits[:, first:end].nan_to_num(0.0, 0.0, 0.0)  # of a run whose weights are NaN they tell nothing
+    return logits[:, first:end].nan_to_num(0.0, 0.0, 0.0)  # of a run whose weights are NaN they tell nothing
+
+
+def _differ(logits: Tensor) -> bool:
+    """Return whether those of the last of three rows differ from the others'."""
+    from fsdp2_extra.models.causal import same
+
     return logits.numel() > 0 and not same(logits)
 
 
@@ -156,7 +157,7 @@ def require_causal(config: Config, engine: Engine, dataset: Dataset, device: tor
     tokens = rows["input_ids"]
     at = tokens.shape[1] // 2
     tokens[2, at] = abs(int(tokens[2, at]) - 1)
-    seen = _differ(config, engine, rows if isinstance(inputs, dict) else tokens, slice(at))
+    seen = _differ(_logits(config, engine, rows if isinstance(inputs, dict) else tokens, slice(at)))
     if any(gather(seen or _seen_by_a_copy(config, sees_later))):
         raise ConfigError(
             f"--model {config.model}: it sees the tokens that it is to predict, since a later token changes the logits "
@@ -171,6 +172,9 @@ def require_documents_apart(config: Config, engine: Engine, dataset: Dataset, de
     A signature doesn't show whether a model uses `position_ids` or `document_ids`, so test it: of three rows the last
     has another first document, and the logits of the second have to be equal. They stand in one forward, since experts
     that get other numbers of tokens in another forward round differently. A collective call.
+
+    Neither may a row see where those beside it stand: tables of positions that a library makes again for longer ones,
+    as `dynamic` and `longrope` of https://huggingface.co/docs/transformers/main/internal/rope_utils, serve them all.
     """
     inputs, _ = dataset.test.__getitems__([0])
     if not isinstance(inputs, dict) or "document_ids" not in inputs:
@@ -180,9 +184,41 @@ def require_documents_apart(config: Config, engine: Engine, dataset: Dataset, de
     length = 8 * config.tp * config.sp
     tokens = torch.arange(2 * length, device=device).repeat(3, 1) % 8
     tokens[2, :length] = tokens[0, :length].flip(0)
-    seen = _differ(config, engine, two_documents(tokens, length), slice(length, None))
+    seen = _differ(_logits(config, engine, two_documents(tokens, length), slice(length, None)))
     if any(gather(seen or _seen_by_a_copy(config, sees_documents))):
         raise ConfigError(
             f"--dataset {config.dataset} with --model {config.model}: a document sees those before it in the same "
             "sequence; use --documents together to train it so"
         )
+    least, most = length, config.seq_len
+    if most <= least or not _follows_positions(config, engine, tokens, length, most):
+        return
+    while most - least > 1:
+        middle = (least + most) // 2
+        follows = _follows_positions(config, engine, tokens, length, middle)
+        least, most = (least, middle) if follows else (middle, most)
+    raise ConfigError(
+        f"--seq-len {config.seq_len} with --model {config.model}: beyond {least:,} positions it computes with a table "
+        "of its microbatch's longest document, so a document's loss would depend on those beside it; use --seq-len "
+        f"{least}, or for text --documents together, where all sequences have one length"
+    )
+
+
+def _follows_positions(config: Config, engine: Engine, tokens: Tensor, length: int, far: int) -> bool:
+    """Return whether a second document's logits follow the positions of the first, of which the last is `far` - 1.
+
+    Or a buffer does, which weights near 0 hide in the logits. A collective call.
+    """
+    from fsdp2_extra.models.causal import two_documents
+
+    rows = two_documents(tokens, length)
+    # Experts get other numbers of tokens of other positions, and round differently. So they do of other tokens.
+    others = two_documents(tokens[[2, 2, 0]], length)
+    moved = {**rows, "position_ids": rows["position_ids"].clone()}
+    moved["position_ids"][:, :length] += far - length
+    logits, buffers = [], []
+    for one in (rows, others, moved):
+        logits.append(_logits(config, engine, one, slice(length, None))[1])
+        buffers.append([buffer.clone() for buffer in engine.model.buffers()])
+    follow = any(torch.equal(*one[:2]) and not torch.equal(*one[1:]) for one in zip(*buffers, strict=True))
+    return any(gather(follow or _differ(torch.stack(logits))))

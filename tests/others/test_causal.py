@@ -14,7 +14,7 @@ from fsdp2.config import parse
 from fsdp2.options.errors import ConfigError
 from fsdp2.train import main
 from fsdp2_extra.models.causal import same
-from tests.harness import forget_models, losses, main_in_ranks
+from tests.harness import Ranks, forget_models, losses, main_in_ranks
 from tests.others.common import MODELS, WORDS, flags
 
 SMALL = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -120,3 +120,44 @@ def test_rounding_is_told_from_what_a_row_sees() -> None:
     # In bf16 sums in another order differ by more than that, also where the inputs were equal.
     assert same(torch.stack([row, row + 4e-3, row - 4e-3]))
     assert not same(torch.stack([row, row + 4e-3, row + 0.1]))
+
+
+LLAMA = {**SMALL, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "intermediate_size": 64}
+LLAMA |= {"max_position_embeddings": 12}
+PHI = {**LLAMA, "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "max_position_embeddings": 512}
+PHI |= {"original_max_position_embeddings": 12, "pad_token_id": 0}
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 8.0, 16.0], "rope_theta": 1e4}
+TABLES = {  # that transformers makes by the largest position of a forward
+    "dynamic": {**LLAMA, "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}},
+    "dynamic, as published": {**LLAMA, "rope_scaling": {"type": "dynamic", "factor": 4.0}},
+    "longrope": {**PHI, "rope_parameters": {**LONG, "original_max_position_embeddings": 12}},
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_that_follows_other_documents_is_refused(tmp_path: Path, name: str) -> None:
+    """With the weights of a beginning, which are near 0: the logits differ by less than they are rounded by."""
+    text = words(tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"beyond 12 positions .*; use --seq-len 12, or for text --documents together"
+    ):
+        trained(tmp_path / "model", TABLES[name], text)
+    forget_models()
+    assert len(trained(tmp_path / "short", TABLES[name], text, "--seq-len=12")) == 2
+    forget_models()
+    assert len(trained(tmp_path / "together", TABLES[name], text, "--documents=together")) == 2
+
+
+@pytest.mark.parametrize("name", ["dynamic", "longrope"])
+def test_documents_together_resume_and_evaluate_with_one_table(tmp_path: Path, name: str, ranks: Ranks) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**TABLES[name], "initializer_range": 0.4}))
+    line = [words(tmp_path), "--documents=together", "--init-from=scratch", "--no-save-model", "--checkpoint-every=2"]
+
+    def run(to: str, *more: str) -> list[float]:
+        return losses(ranks.run(main_in_ranks, flags(f"hf:{folder}", tmp_path / to, *line, *more))[0])
+
+    whole = run("whole", "--max-steps=4")
+    assert run("half", "--max-steps=2") + run("half", "--max-steps=4", "--resume=auto") == whole
+    assert run("evaluated", "--max-steps=4", "--eval-every=1") == whole
