@@ -313,7 +313,7 @@ dev: $(VENV)/.dev  ## what tests and linters need, in .venv: .venv/bin/python -m
 # Of the tests of resumes those of lists of flags alone.
 rules: $(VENV)/.dev  ## what needs no ranks: lists of flags, docstrings, rooms, pages (a minute)
 	$(BIN)/python -m pytest -q -n 2 -m "not slow" tests/test_rooms.py tests/test_docstrings.py tests/test_config.py \
-	  tests/test_docs.py tests/docs/test_reference.py tests/test_resume.py -k "not test_resume or flag" $(ARGS)
+	  tests/test_docs.py tests/docs/test_reference.py tests/test_other_trainers.py tests/test_resume.py -k "not test_resume or flag" $(ARGS)
 
 MIGRATION = tests/migrate tests/rewriter tests/upstream
 # What reads runs or starts them, and is itself read by no training; and bad files in their hundreds. Of the planner, which
