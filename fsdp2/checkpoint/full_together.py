@@ -100,14 +100,11 @@ def _write_rows(
                     raise ValueError(f"{name}: is split on another dimension than its first; export the checkpoint")
                 local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
                 content = raw_bytes(local.detach().cpu().contiguous())
-                _write_at(target.fileno(), content, start + rows.start * tensor.shape[1:].numel() * tensor.itemsize)
+                at = start + rows.start * tensor.shape[1:].numel() * tensor.itemsize
+                while content:
+                    written = os.pwrite(target.fileno(), content, at)
+                    content, at = content[written:], at + written
             os.fsync(target.fileno())
-
-
-def _write_at(file: int, content: memoryview, offset: int) -> None:
-    while content:
-        written = os.pwrite(file, content, offset)
-        content, offset = content[written:], offset + written
 
 
 def _is_mine(tensor: Tensor) -> bool:
