@@ -200,7 +200,9 @@ class ShardWriter(dcp.FileSystemWriter):
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        with self._failing_clearly(_bytes_of_tensors(plan)):
+        entries = (item.tensor_data for item in plan.items if item.tensor_data is not None)
+        needed = sum(entry.chunk.sizes.numel() * entry.properties.dtype.itemsize for entry in entries)
+        with self._failing_clearly(needed):
             results = super().write_data(plan, planner).wait()
         future: Future[list[WriteResult]] = Future()
         future.set_result(Written(results, self.fs.written))
@@ -215,8 +217,3 @@ class ShardWriter(dcp.FileSystemWriter):
                 files.update(cast(Written, rank).files)
             self._before_commit()
             self._commit(files)
-
-
-def _bytes_of_tensors(plan: SavePlan) -> int:
-    entries = (item.tensor_data for item in plan.items if item.tensor_data is not None)
-    return sum(entry.chunk.sizes.numel() * entry.properties.dtype.itemsize for entry in entries)
