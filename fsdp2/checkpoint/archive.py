@@ -46,15 +46,12 @@ _STORAGES: dict[str, torch.dtype] = {
 }
 
 
-def load_archive(path: Path, *, objects: bool = False) -> Any:
+def load_archive(path: Path) -> Any:
     """Load a file of torch.save, its tensors mapped from the file.
-
-    Args:
-        objects: whether objects of unknown classes become `Unread`; else they are refused.
 
     Raises Refused, with a reason that reads on from the name of the file, or OSError.
     """
-    return parse_archive(memoryview(mapped(path)), objects=objects)
+    return parse_archive(memoryview(mapped(path)))
 
 
 def mapped(path: Path) -> mmap.mmap:
@@ -75,7 +72,8 @@ def forget(memory: mmap.mmap) -> None:
 
 
 def parse_archive(content: memoryview, *, objects: bool = False) -> Any:
-    """The same of bytes, which the tensors stay in. Raises Refused."""
+    """The same of bytes, which the tensors stay in. With `objects`, those of unknown classes become `Unread`; else they
+    are refused. Raises Refused."""
     try:
         archive = _Archive(content, objects)
     except Refused:
