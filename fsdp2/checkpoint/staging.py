@@ -72,9 +72,11 @@ class Staging:
     def _staged(self, tensor: Tensor, path: tuple[Any, ...]) -> Tensor:
         """A CPU tensor like this one, the same at each copy: to make a DTensor takes longer than to start its copy."""
         like, staged = self._buffers.get(path, (None, None))
-        wanted = _layout(tensor)
+        local = _local(tensor)
+        wanted: Any = tensor.shape, tensor.dtype, local.device
+        if isinstance(tensor, DTensor):
+            wanted = (*wanted, tensor.placements, tensor.device_mesh)
         if staged is None or like != wanted:
-            local = _local(tensor)
             # Pinned memory helps copies from a GPU alone.
             staged = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
             if isinstance(tensor, DTensor):
@@ -134,11 +136,6 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _on_cpu(pair: tuple[Tensor, Tensor]) -> bool:
     return pair[1].device.type == "cpu"
-
-
-def _layout(tensor: Tensor) -> Any:
-    layout = tensor.shape, tensor.dtype, _local(tensor).device
-    return (*layout, tensor.placements, tensor.device_mesh) if isinstance(tensor, DTensor) else layout
 
 
 @torch.no_grad()
