@@ -75,16 +75,6 @@ class Job:
         checkpoint = self.origin.checkpoint or ""
         return not self.origin.partial and (self.origin.in_memory or checkpoint.startswith(f"{self.run.store.files}/"))
 
-    def staying(self) -> list[int]:
-        """Steps of the run's checkpoints that stay until newer ones take their place."""
-        newest = self.origin.newest_kept
-        return [step for step in self.run.store.committed() if newest is None or step <= newest]
-
-    def set_aside_newer(self) -> None:
-        """On rank 0, rename the checkpoints that a run which goes back will write again."""
-        if self.origin.newest_kept is not None:
-            self.run.store.set_aside(self.origin.newest_kept)
-
     def add_note(self, *texts: str | None) -> None:
         """Add to what the opening event says, on rank 0, which alone shows and writes it."""
         self.note = "; ".join(filter(None, (self.note, *texts))) or None

@@ -41,7 +41,8 @@ def begin(config: Config, world: World, model: nn.Module, job: Job) -> None:
         with disk_refusals(job.run):
             job.hold.take(new=config.run_dir is None)
             done = _choose_origin(config, world, model, job)
-            stays = job.staying()
+            newest = job.origin.newest_kept
+            stays = [step for step in job.run.store.committed() if newest is None or step <= newest]
     except Unreachable as error:
         flag = f"--run-dir {place}" if place in str(error) else f"--resume {config.resume}"
         raise ConfigError(f"{flag}: {error}; check the URL and the network") from None
@@ -183,7 +184,8 @@ def write_start(
     run = job.run
     if not in_memory and run.files.size(LINEAGE) is not None:
         run.files.unlink(LINEAGE)
-    job.set_aside_newer()
+    if job.origin.newest_kept is not None:
+        run.store.set_aside(job.origin.newest_kept)
     if not finished:
         run.outdate_full_model()
     if not (finished and run.config.exists()):  # a finished run keeps what it was trained with
