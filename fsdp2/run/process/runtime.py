@@ -121,7 +121,8 @@ def pick_device(wanted: str, world: World) -> torch.device:
         return torch.device("cpu")
     if gpus == 0:
         raise ConfigError("--device cuda: torch sees no GPU here; use --device cpu")
-    if gpus == 1 and world.local_world_size > 1 and _is_bound():
+    bound = any(name in os.environ for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"))
+    if gpus == 1 and world.local_world_size > 1 and bound:
         return torch.device("cuda", 0)  # its own, as `process_group` makes sure
     if world.local_world_size > gpus:
         raise ConfigError(
@@ -129,11 +130,6 @@ def pick_device(wanted: str, world: World) -> torch.device:
             f"{gpus} ranks a node (--nproc_per_node {gpus}) or use --device cpu"
         )
     return torch.device("cuda", world.local_rank)
-
-
-def _is_bound() -> bool:
-    """Return whether what this process sees may be a part of the node's GPUs, chosen for it."""
-    return any(name in os.environ for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"))
 
 
 def set_threads(threads: int | None, world: World) -> int:
