@@ -52,14 +52,19 @@ def shapes_of(model: nn.Module) -> dict[str, list[int]]:
 
 def checkpoint_info(config: Config, world_size: int) -> dict[str, Any]:
     """Make what a checkpoint's marker says beside its files."""
-    model = config.spec.described(config.model_size)
+    model, adapters = config.spec.described(config.model_size), dict[str, Any]()
+    if config.spec.lora is not None:
+        from fsdp2_extra.models import lora
+
+        # Their scale isn't in their tensors.
+        adapters = {"adapters": json.loads(config.spec.files(config.model_size)[lora.FILE])}
     return {
         "config": to_flags(config),
         "mesh": {"replicate": config.replicas, "shard": world_size // (config.replicas * config.tp), "tp": config.tp},
         "environment": environment(world_size),
         "model": shapes_of(model),  # another model is recognised before anything is loaded
         **{part: meaning.hashes(files) for part, files in kept_files(config).items()},
-        **_adapters(config),
+        **adapters,
     }
 
 
@@ -79,12 +84,3 @@ def kept_files(config: Config) -> dict[str, dict[str, bytes]]:
     from fsdp2_extra.text.tokenizer_file import tokenizer_files
 
     return {meaning.PART: files, meaning.TOKENIZER: tokenizer_files(str(config.tokenizer))}
-
-
-def _adapters(config: Config) -> dict[str, Any]:
-    """The meaning of adapters: their scale isn't in their tensors."""
-    if config.spec.lora is None:
-        return {}
-    from fsdp2_extra.models import lora
-
-    return {"adapters": json.loads(config.spec.files(config.model_size)[lora.FILE])}
