@@ -50,20 +50,17 @@ def download(name: str, root: Path) -> None:
         with tempfile.TemporaryDirectory(dir=root, prefix="download-") as aside:
             _class_of(name)(aside, download=True)
             if missing_files(name, root):
-                _move(Path(aside) / FOLDERS[name] / "raw", root / FOLDERS[name] / "raw")
+                source, target = (folder / FOLDERS[name] / "raw" for folder in (Path(aside), root))
+                target.mkdir(parents=True, exist_ok=True)
+                # What an incomplete set has there may be half a file: it is replaced before the set becomes complete.
+                for file in sorted(FILES, key=lambda file: not (target / file).exists()):
+                    os.replace(source / file, target / file)
     except (OSError, RuntimeError) as error:
         if missing_files(name, root):
             raise DownloadFailed(
                 f"--dataset {name}: the download to {root} failed ({' '.join(str(error).split())}); give a folder that "
                 "has the data in torchvision's layout with --data-root, or use --dataset digits, which needs no network"
             ) from error
-
-
-def _move(source: Path, target: Path) -> None:
-    target.mkdir(parents=True, exist_ok=True)
-    # What is there is of an incomplete set, and may be half a file: it is replaced before the set becomes complete.
-    for file in sorted(FILES, key=lambda file: not (target / file).exists()):
-        os.replace(source / file, target / file)
 
 
 def _mapped(file: Path, shape: torch.Size) -> Tensor:
