@@ -134,9 +134,7 @@ def parallelize(
         load_weights(model)
 
     # The optimizer takes the parameters as they are now, sharded; its state is shards from the start.
-    optimizer = None
-    if training:
-        optimizer = make_optimizer(config, model.parameters())
+    optimizer = make_optimizer(config, model.parameters()) if training else None
     scaler = gradient_scaler(device.type, config.mixed_precision)
     return FSDP2Engine(
         model,
