@@ -83,9 +83,7 @@ def _range(step_ms: tuple[float, float, float]) -> str:
 
 def read(config: Config, world_size: int) -> Planned | str | None:
     """The plan in a run's directory for this many ranks; what is wrong with it; None if there is none."""
-    if config.run_dir is None:
-        return None  # a new directory
-    if open_files(config.run_dir).size(PLAN) is None:
+    if config.run_dir is None or open_files(config.run_dir).size(PLAN) is None:  # a new directory has none
         return None
     try:
         content = read_table(f"{config.run_dir.rstrip('/')}/{PLAN}")
