@@ -31,12 +31,7 @@ def _identity(tensor: Tensor) -> str:
 
 
 class Split(Protocol):
-    """Samples by number.
-
-    Attributes:
-        targets_per_sample: how many of a sample's targets aren't `IGNORED`. A split whose samples differ has
-            `target_count(rows)` too, how many all of these have.
-    """
+    """Samples by number. A split whose samples differ has `target_count(rows)` too: targets that aren't `IGNORED`."""
 
     @property
     def targets_per_sample(self) -> int:

@@ -21,12 +21,7 @@ if TYPE_CHECKING:
 
 
 class Batch(Protocol):
-    """The input of a model.
-
-    Attributes:
-        inputs: what a forward takes: one tensor, or tensors by the names of its arguments.
-        targets: class numbers; -100 where there is nothing to predict.
-    """
+    """The input of a model."""
 
     @property
     def inputs(self) -> Any:
