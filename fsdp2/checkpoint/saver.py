@@ -208,11 +208,7 @@ class Saver:
 def save_now(store: Store, app: AppState, step: int, *, keep: int, info: Mapping[str, Any] | None = None) -> None:
     """One save of the state on all ranks, which is a checkpoint when this returns. A collective call.
 
-    Args:
-        keep: how many of the newest checkpoints stay.
-        info: what the marker says beside step, world size and files.
-
-    Raises SaveFailed on every rank if it isn't.
+    Of the newest checkpoints `keep` stay; `info` as in `Saver.save`. Raises SaveFailed on every rank if it isn't one.
     """
     saver = Saver(store, app, torch.device("cpu"), keep=keep)  # only a save in the background needs the device
     ended = saver.save(step, info or {})
