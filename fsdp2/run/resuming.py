@@ -43,10 +43,8 @@ KEPT = {
 def choose_checkpoint(config: Config, store: Store, committed: Sequence[int]) -> tuple[Origin, list[str]]:
     """Choose the checkpoint that `--resume` means, and say what becomes of others. Damage ends the run.
 
-    Args:
-        committed: steps of the checkpoints that the run's own store holds.
-
-    Raises ConfigError, and OSError for a folder that can't be read.
+    `committed` are the steps that the run's own store holds. Raises ConfigError, and OSError for a folder that can't be
+    read.
     """
     wanted, partial, notes = config.resume, config.resume_partial, list[str]()
     found, newest_kept = None, None
@@ -126,12 +124,7 @@ def checkpoint_at(place: str) -> str:
 
 
 def check_checkpoint(config: Config, model: nn.Module, checkpoint: Files, marker: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the run can't resume from a checkpoint: it has another model, or flags that may not change.
-
-    Args:
-        model: on `meta`.
-        marker: the checkpoint's.
-    """
+    """Raise ConfigError if a run can't go on from a checkpoint: it has another model, or flags that may not change."""
     saved, ours = marker.get("model", {}), shapes_of(model)
     wrong = [f"{name}: {saved.get(name, 'absent')} there, {ours.get(name, 'absent')} here" for name in
              sorted(saved.keys() | ours.keys()) if saved.get(name) != ours.get(name)]  # fmt: skip

@@ -94,11 +94,8 @@ class Schedule:
     def go_on(self, trained: int, before: Length | None) -> str | None:
         """Take up the course that a restored run has from here on; what to say if its length or its rates changed.
 
-        The rate of the next step may be another than the checkpoint's, which was that of the earlier course.
-
-        Args:
-            trained: optimizer steps that the run has done.
-            before: of the run that wrote the checkpoint, if it is known.
+        The rate of the next step may be another than the checkpoint's, which was that of the earlier course: that of a
+        run of the length `before`, if it is known. By now `trained` optimizer steps are done.
         """
         name, step = self._config.schedule, self.scheduler.last_epoch
         if not self._by_epoch and step > trained:

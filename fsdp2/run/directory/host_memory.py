@@ -73,11 +73,7 @@ def pinned(count: int) -> int:
 
 
 def on_node(tensors: Iterable[Tensor], config: Config, world: World, taken: Callable[[int], int]) -> int:
-    """Bytes that this node's ranks take for their parts of some tensors.
-
-    Args:
-        taken: the bytes that a buffer of so many bytes takes.
-    """
+    """Bytes that this node's ranks take for their parts of some tensors; a buffer of n bytes takes `taken(n)`."""
     local = world.local_world_size
     if not rules_of(config.strategy).shards_state:
         return local * sum(taken(one.nbytes) for one in tensors)
@@ -97,10 +93,8 @@ def on_node(tensors: Iterable[Tensor], config: Config, world: World, taken: Call
 def memory_needs(config: Config, sizes: Sizes, world: World, *, on_gpu: bool, loads_whole: bool) -> dict[str, int]:
     """Bytes of memory that this node's ranks take at one time, by use or by the flag that asks for it.
 
-    Activations, batches and libraries come on top of them.
-
-    Args:
-        loads_whole: rank 0 of this node has all weights a second time before the first step.
+    Activations, batches and libraries come on top of them. With `loads_whole`, rank 0 of this node has all weights a
+    second time before the first step.
     """
 
     def here(tensors: Iterable[Tensor], taken: Callable[[int], int] = int) -> int:

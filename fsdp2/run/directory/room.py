@@ -56,7 +56,6 @@ def checkpoints_at_once(config: Config, there: Sequence[int] = (), done: int = 0
 
     Args:
         there: steps of those that are there and stay until newer ones take their place, in order.
-        done: steps that are done.
     """
     left, every, keep = saves_left(config, done), config.checkpoint_every, config.keep
     if left == 0:
@@ -107,12 +106,7 @@ def full_model_bytes(config: Config, sizes: Sizes, *, remote: bool) -> int:
 
 
 def run_need(config: Config, run: RunDir, sizes: Sizes, stays: Iterable[int], done: int) -> Need:
-    """Bytes that the run writes into its directory; of a run at a URL, into its folder on this machine.
-
-    Args:
-        stays: steps of the checkpoints there that newer ones will replace.
-        done: steps that are done.
-    """
+    """Bytes that the run writes into its directory, or of a run at a URL into its folder here; see `check_room`."""
     full = full_model_bytes(config, sizes, remote=run.is_remote)
     if run.is_remote:
         return Need(
@@ -137,11 +131,7 @@ def run_need(config: Config, run: RunDir, sizes: Sizes, stays: Iterable[int], do
 
 
 def node_needs(config: Config, run: RunDir | None, sizes: Sizes, world: World) -> Iterator[Need]:
-    """List what this node's ranks write beside the run directory.
-
-    Args:
-        run: None where only rank 0 knows it.
-    """
+    """List what this node's ranks write beside the run directory, which only rank 0 may know."""
     share = min(1.0, world.local_world_size / world.world_size)
     if run is not None and run.is_remote and config.saves:
         place = Path(temporary_folder())

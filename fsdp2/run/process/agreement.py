@@ -186,11 +186,7 @@ def _by_store(
 
 
 def _missing(store: dist.Store, ranks: Sequence[int], patience: timedelta, *, say: bool) -> str:
-    """Name those of these ranks that don't come; "" if all do.
-
-    Args:
-        say: tell who is waited for.
-    """
+    """Name those of these ranks that don't come, and `say` who is waited for; "" if all do."""
     keys = [f"agreement/{rank}" for rank in ranks]
     for spell in spells(patience):
         with suppress(dist.DistStoreError):

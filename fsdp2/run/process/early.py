@@ -20,7 +20,6 @@ def answer(parse: Callable[[], object], program: str = "fsdp2") -> None:
 
     Args:
         parse: reads `sys.argv`; it loads no torch before it has refused what it can without.
-        program: begins the line.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):  # where the encoding lacks a sign, as ASCII does ×, it isn't the end
         sys.stdout.reconfigure(errors="replace")

@@ -19,11 +19,7 @@ SECONDS_TO_RESOLVE = 60.0
 
 
 def check_variables(variables: Mapping[str, str]) -> None:
-    """Raise ConfigError if this process is one of several and can't know which, or if variables contradict each other.
-
-    Args:
-        variables: the environment.
-    """
+    """Raise ConfigError if this process is one of several and can't know which, or if variables don't agree."""
     if "RANK" not in variables and "WORLD_SIZE" not in variables:
         for count, task in TASKS.items():
             if variables.get(count, "1") != "1" and task in variables:
@@ -71,12 +67,9 @@ def speaks(variables: Mapping[str, str]) -> bool:
 
 
 def require_address(address: str, *, say: bool, seconds: float = SECONDS_TO_RESOLVE) -> None:
-    """Wait until the host of rank 0 has an address. Raises ConfigError if it has none after some seconds.
+    """Wait until the host of rank 0 has an address, and `say` so. Raises ConfigError if it has none after some seconds.
 
     torch would try for half an hour.
-
-    Args:
-        say: tell that this waits.
     """
     deadline = time.monotonic() + seconds
     while True:

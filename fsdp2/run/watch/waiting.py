@@ -133,11 +133,7 @@ def look(thread: int, **known: Any) -> Standing:
 
 
 def verdict(standings: Mapping[int, Standing], world_size: int) -> str:
-    """One line that names the rank that is behind; "" if one is busy, so that the others go on waiting.
-
-    Args:
-        standings: of the ranks that have answered.
-    """
+    """One line that names the rank that is behind, by those that have answered; "" if one is busy, and all wait on."""
     if any(one.busy for one in standings.values()):
         return ""
     silent = [rank for rank in range(world_size) if rank not in standings]
