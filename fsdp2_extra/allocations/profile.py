@@ -27,11 +27,7 @@ CPU, CUDA = 0, 1  # the device types in a trace
 
 
 class Profile(AbstractContextManager["Profile"]):
-    """Profiles the first six steps, and writes `rank<r>_trace.json.gz` at its end; see https://ui.perfetto.dev.
-
-    Args:
-        write: (name, bytes) to a file of the run.
-    """
+    """Profiles the first six steps, and writes `rank<r>_trace.json.gz` at its end; see https://ui.perfetto.dev."""
 
     def __init__(self, rank: int, device: torch.device, write: Callable[[str, bytes], Any]) -> None:
         self.rank, self.device, self.write = rank, device, write

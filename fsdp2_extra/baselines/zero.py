@@ -57,11 +57,7 @@ def started(device: torch.device) -> Any:
 
 
 def shard_each(model: nn.Module, start: Start, dtype: torch.dtype, config: dict[str, Any]) -> None:
-    """Give a model on meta its initial values, a module at a time, as stage 3 shards it. A collective call.
-
-    Args:
-        dtype: in which DeepSpeed keeps the parameters' shards.
-    """
+    """Give a model on meta initial values, module by module, as stage 3 shards it in this dtype. A collective call."""
     import deepspeed
 
     for name, module in list(model.named_modules()):

@@ -54,11 +54,7 @@ class NodeFolder:
     """This node's folder in memory, locked by one run: checkpoints of its earlier starts, and those of this one."""
 
     def __init__(self, config: Config, run: RunDir, world: World, at_end: Callable[[Callable[[], None]], None]) -> None:
-        """Take the folder. A collective call. Raises ConfigError on every rank.
-
-        Args:
-            at_end: takes a function to be called when the run ends, which releases the folder's lock.
-        """
+        """Take the folder; `at_end` gets what releases it. A collective call. Raises ConfigError on every rank."""
         self.world, self.shards = world, world.world_size // config.replicas
         self.folder = memory_folder(run.place, ROOT)
         self.store = Store(LocalFiles(self.folder))
@@ -166,11 +162,7 @@ class NodeFolder:
 
 
 class NodeMemory:
-    """The checkpoints that a run keeps in each node's memory, from its first step on.
-
-    Attributes:
-        failure: why this node's last save failed.
-    """
+    """Checkpoints that a run keeps in nodes' memories from the first step on; `failure`: why the last save failed."""
 
     def __init__(self, config: Config, folder: NodeFolder, app: AppState, device: torch.device) -> None:
         """A collective call. Raises ConfigError on every rank if a node has too little memory."""

@@ -26,11 +26,7 @@ class ForeignCode(ValueError):
 
 
 class _Door:
-    """The rules of a region.
-
-    Attributes:
-        refused: what was asked for in vain: a library may catch the refusal and go on.
-    """
+    """The rules of a region. `refused` was asked for in vain: a library may catch the refusal and go on."""
 
     def __init__(self, folder: str) -> None:
         self.refused: list[str] = []

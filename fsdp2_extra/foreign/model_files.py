@@ -10,10 +10,7 @@ MOST_KEPT = 256 << 20  # bytes of a file; tokenizers have at most some 40 MB
 
 
 def files_to_keep(folder: Path, patterns: Sequence[str], named: Path | None = None) -> list[Path]:
-    """The files of a folder that match the patterns.
-
-    Args:
-        named: a file that the user has named, which may be a link to anywhere.
+    """The files of a folder that match the patterns; one that the user has `named` may be a link to anywhere.
 
     Raises ValueError for what a run can't keep: no regular file, a link out of its folder, no settings, or too much.
     """

@@ -62,11 +62,8 @@ MODULES: Mapping[str, Read] = {
 def plan_of(model: Any, fails: Callable[[nn.Module], str | None]) -> Mapping[str, ParallelStyle]:
     """Names of modules -> styles: of each that has parameters, and of those around which something travels.
 
-    Args:
-        model: on meta; it stays as it is.
-        fails: see `seen_in_part`.
-
-    Raises ValueError, in a line, for a model without a plan, and for what can't be split as its plan says.
+    The model, on meta, stays as it is; for `fails` see `seen_in_part`. Raises ValueError, in a line, for a model
+    without a plan, and for what can't be split as its plan says.
     """
     rules = _rules(model)
     _require_fit(model.config.get_text_config(), rules)

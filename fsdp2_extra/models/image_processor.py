@@ -6,11 +6,7 @@ import json
 
 
 def differs(processor: bytes, mean: float, std: float) -> list[str]:
-    """Warn of a preprocessor_config.json by which the model would get other images than those of its training.
-
-    Args:
-        mean, std: by which the training normalises.
-    """
+    """Warn of a preprocessor_config.json that gives a model other images than training did, with `mean` and `std`."""
     ours = [mean, std]
     try:
         found = json.loads(processor)

@@ -58,11 +58,7 @@ Span = tuple[int, int]
 class Chat:
     """Makes tokens of conversations in one of the `FORMS`, and their `"tools"`, an `Encoder`.
 
-    Args:
-        folder: of a tokenizer with a chat template.
-        fields: how the conversations call theirs.
-
-    Raises UnusableText.
+    `folder` is of a tokenizer with a chat template, `fields` how the conversations call theirs. Raises UnusableText.
     """
 
     kind: str = "chat"

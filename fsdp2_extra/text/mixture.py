@@ -79,10 +79,8 @@ def load(
 ) -> Dataset:
     """The data of a `--dataset` of one's own: one source as `text.load` gives it, or several as a mixture.
 
-    With an `--eval-dataset` all of it is for training, and the test split is all of that.
-
-    Args:
-        reading: what `opened` takes beside the name, and `drop` as `text.load` does.
+    With an `--eval-dataset` all of it is for training, and the test split is all of that. `reading` is what `opened`
+    takes beside the name, and `drop` as `text.load` does.
 
     The test split of a mixture has each sequence of each source's once. Raises UnusableText, and NotHere as that does.
     """

@@ -14,13 +14,10 @@ MASKED_SHARE = 0.15  # of the tokens, as BERT has it
 
 
 class Masked(InBatches):
-    """Windows in which some tokens are hidden, and are to be predicted.
+    """Windows in which some tokens are hidden, by `mask` in their place, and are to be predicted.
 
     In each window 15 % of the tokens are, at places that depend on its number alone: the same on any number of ranks,
     and in every epoch.
-
-    Args:
-        mask: the token that stands in their place.
 
     A list of indices gives inputs and targets, both (N, seq_len) int64, the targets `IGNORED` where nothing is hidden.
     """
@@ -42,10 +39,7 @@ class Masked(InBatches):
 
 
 class SecondHalves(InBatches):
-    """Windows whose second half is to be predicted, token by token, by a decoder; the encoder gets the first.
-
-    Args:
-        start: the token that a decoder begins with.
+    """Windows whose second half a decoder, beginning with `start`, predicts token by token; the encoder gets the first.
 
     A list of indices gives `input_ids` (N, seq_len // 2) and `decoder_input_ids`, and targets, (N, the rest), int64.
     """

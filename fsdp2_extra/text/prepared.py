@@ -192,11 +192,8 @@ def open_splits(
 ) -> Splits:
     """The parts of a source, mapped. Raises UnusableText, and a part does where a token isn't below `size`.
 
-    Where all documents are of one split, the last tenth of its tokens, or of its conversations, is for the test.
-
-    Args:
-        drop: leave out conversations that can't be learned; else they are refused.
-        whole: nothing of it is for a test.
+    Where all documents are of one split, the last tenth of its tokens, or of its conversations, is for the test. With
+    `drop`, conversations that can't be learned are left out, and else refused; with `whole` nothing is for a test.
     """
     try:
         return _open_splits(folder, name, meta, seq_len, size, apart=apart, drop=drop, whole=whole)

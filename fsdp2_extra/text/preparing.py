@@ -59,10 +59,7 @@ def silent(text: str) -> None:
 def prepare(files: Sequence[File], folder: Path, encoder: Encoder, *, say: Say = silent) -> dict[str, Any]:
     """Tokenise files into a folder, which is there as a whole or not at all; its meta.json.
 
-    Args:
-        say: is called every `SAY_SECONDS` with how far it is.
-
-    Raises UnusableText.
+    `say` is called every `SAY_SECONDS` with how far it is. Raises UnusableText.
     """
     source = source_of(files, encoder)
     try:

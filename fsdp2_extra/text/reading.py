@@ -22,10 +22,7 @@ PIECE = 8 << 20  # bytes of a file of text that are tokenised at a time
 def rows_of(file: File, field: str | Fields) -> Iterator[Row]:
     """The documents of a file: a line of .jsonl, a row of .parquet, or all of it, in pieces.
 
-    Args:
-        field: of a line or row, the one that holds the text; of conversations, which they name.
-
-    Raises UnusableText.
+    `field` is the one of a line or row that holds the text; of conversations, which they name. Raises UnusableText.
     """
     try:
         with _as_utf_8(file.name):

@@ -13,11 +13,7 @@ from fsdp2_extra.text.tokenizer_file import own_tokenizer, tokenizer_files
 
 
 def check_own_text(config: Config, *, read: bool) -> None:
-    """Raise ConfigError for text, or a tokenizer, that can't be used.
-
-    Args:
-        read: look into the files too.
-    """
+    """Raise ConfigError for text, or a tokenizer, that can't be used; with `read`, the files are looked into, too."""
     require_tokenizer(config)
     _, _, named = config.dataset.partition(":")
     try:

@@ -26,12 +26,7 @@ def _read(tokens: numpy.ndarray, places: numpy.ndarray, size: int | None) -> num
 
 
 class _Windows(InBatches):
-    """Windows of `seq_len` of a row of tokens; those below say how it is cut or packed.
-
-    Args:
-        content: another one for other tokens.
-        size: each token is below it; None = not known.
-    """
+    """Windows of `seq_len` of a row of tokens, below `size` if it is known; those below say how it is cut or packed."""
 
     def __init__(
         self, tokens: numpy.ndarray, seq_len: int, *, apart: bool, content: str = "", size: int | None = None
