@@ -105,11 +105,7 @@ def tied(model: Any) -> list[list[str]]:
 
 
 def without_copies(source: Source, names: Mapping[str, str], model: Any) -> dict[str, str]:
-    """The same names without those of a tied tensor beside its first. Raises Refused if such tensors differ.
-
-    Args:
-        names: plain name -> name in the source.
-    """
+    """Plain name -> name in the source, without those of a tied tensor but its first. Raises Refused if they differ."""
     left = dict(names)
     for several in tied(model):
         first, *others = [name for name in several if name in left] or [""]

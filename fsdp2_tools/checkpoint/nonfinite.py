@@ -11,11 +11,7 @@ _SHOWN = 3
 
 
 class Nonfinite:
-    """The names of those that were found.
-
-    Attributes:
-        names: in the order of their reading.
-    """
+    """The names of those that were found, in the order of their reading."""
 
     def __init__(self) -> None:
         self.names: list[str] = []

@@ -69,11 +69,7 @@ def destination(name: str) -> Destination:
 
 
 def push(to: Destination, folder: Path, *, agreed: bool) -> bool:
-    """Upload a folder; False if whoever is asked doesn't agree. Raises Refused if the upload fails.
-
-    Args:
-        agreed: `--yes` was given, so nobody is asked.
-    """
+    """Upload a folder; False if whoever is asked, without `agreed`, doesn't agree. Raises Refused if that fails."""
     files = [file for file in folder.rglob("*") if file.is_file()]
     what = f"{len(files)} files, {size(sum(file.stat().st_size for file in files))}"
     if not agreed and not _agrees(f"push {what}, to {to.api.endpoint}/{to.name}, private, as {to.user}? [y/N] "):

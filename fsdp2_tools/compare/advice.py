@@ -30,11 +30,7 @@ def step_ms(row: Measured) -> float:
 
 
 def advice(found: Sequence[Measured], budget: int) -> list[str]:
-    """Name the row of least memory, and the fastest of those that fit.
-
-    Args:
-        budget: bytes that each rank may use.
-    """
+    """Name the row of least memory, and the fastest of those that fit in a `budget` of bytes for each rank."""
     good = [row for row in found if row.failed is None]
     if not good:
         return ["No row could be measured; the reasons are in the table."]

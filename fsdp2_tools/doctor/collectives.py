@@ -126,13 +126,10 @@ def ask_collectives(asker: Asker, sizes: list[int], hosts: Hosts) -> tuple[dict[
 
 
 def guilty(fails: Callable[[Sequence[int]], bool], members: Sequence[int]) -> list[int]:
-    """The one rank, or the two, with which a group fails, by bisection.
+    """The one rank, or the two, with which a group `fails`, as that of all members has, by bisection.
 
     The shortest group from the front that fails ends with one of them. With that one at the end of each group, the
     shortest that fails has the other one before it.
-
-    Args:
-        fails: whether a group of these ranks does, as that of all members has.
     """
     b = bisect_left(range(len(members) - 1), True, lo=1, key=lambda last: fails(members[: last + 1]))
     a = bisect_left(range(b - 1), True, key=lambda last: fails([*members[: last + 1], members[b]]))
@@ -144,12 +141,9 @@ def guilty(fails: Callable[[Sequence[int]], bool], members: Sequence[int]) -> li
 
 
 def rows(found: Mapping[int, Mapping[str, float]], sizes: Sequence[int], least: float, hosts: Hosts) -> list[Row]:
-    """Judge the bus bandwidth: what each rank's link carries, whatever the number of ranks.
+    """Judge the bus bandwidth, what each rank's link carries: an exchange of some size has to reach `least` bytes/s.
 
     Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
-
-    Args:
-        least: bytes/s that an exchange of some size has to reach.
     """
     result = []
     for name in KINDS if found else ():

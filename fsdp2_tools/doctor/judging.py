@@ -51,11 +51,7 @@ def status(rows: Iterable[Row]) -> int:
 
 
 class Hosts:
-    """The host of each rank. A host is a name with an address: containers and namespaces may share a name.
-
-    Args:
-        found: rank -> (host name, own address).
-    """
+    """The host of each rank, `found` as its (name, own address): containers and namespaces may share a name."""
 
     def __init__(self, found: Mapping[int, tuple[str, str]]) -> None:
         addresses: dict[str, set[str]] = {}

@@ -108,11 +108,7 @@ def ask_storage(asker: Asker, place: str, size: int) -> dict[int, Any]:
 
 
 def rows(found: Mapping[int, Mapping[str, Any]], hosts: Hosts, place: str, needed: int | None) -> list[Row]:
-    """Judge all ranks' answers.
-
-    Args:
-        needed: of `room`; None if that isn't known.
-    """
+    """Judge all ranks' answers; `needed`, of `room`, is None if that isn't known."""
     if not found:
         return []
     failed = [rank for rank, one in found.items() if "error" in one]

@@ -26,11 +26,7 @@ MOST_ROWS = 200
 
 
 def page(line: Timeline, source: str) -> str:
-    """The page.
-
-    Args:
-        source: what recorded the timeline, for the reader.
-    """
+    """The page; `source` is what recorded the timeline, for the reader."""
     at, most = line.peak()
     ranks, model, strategy, device = (line.facts.get(k, "?") for k in ("world_size", "model", "strategy", "device"))
     title = f"Memory of rank {line.facts['rank']} of {ranks}: {model}, {strategy}"

@@ -34,11 +34,7 @@ def batches(config: Config) -> list[int]:
 
 
 def page(plans: Sequence[Plan], gpu: Gpu | None, config: Config, say: Callable[[str], None]) -> str:
-    """The page.
-
-    Args:
-        plans: of every number of ranks with every batch size.
-    """
+    """The page, of `plans` for every number of ranks with every batch size."""
     ranks = plans[0].ranks
     say(f"drawing a step of {ranks:,} ranks")
     runs = run(config, ranks, 0, gloo=gpu is None or gpu.on_cpu)

@@ -39,11 +39,7 @@ CHECKPOINT, FULL_MODEL, RESTORING, STARTING = "checkpoint", "full model", "resto
 
 
 class Saving:
-    """The saves of one rank, and their restoring.
-
-    Args:
-        gathers: rank 0 gathers and writes a full model.
-    """
+    """The saves of one rank, and their restoring; with `gathers`, rank 0 gathers and writes a full model."""
 
     def __init__(self, config: Config, engine: Engine, world: World, ledger: FakeLedger, *, gathers: bool) -> None:
         self.config, self.engine, self.world, self.ledger, self.gathers = config, engine, world, ledger, gathers

@@ -18,11 +18,8 @@ Launch = Callable[[Path], str | None]
 
 
 def on_ranks(launch: Launch, folder: Path, *, together: bool, say: Callable[[str], None]) -> Measure:
-    """Make a function that measures candidates.
-
-    Args:
-        folder: for files that all ranks see.
-        together: all of a round share the memory and take their steps in turn.
+    """Make a function that measures candidates, by files in a folder that all ranks see. With `together`, all of a
+    round share the memory and take their steps in turn.
     """
     launches = iter(range(10**6))
 
