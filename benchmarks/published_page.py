@@ -20,11 +20,7 @@ COMMON = ("--mixed-precision=bf16", "--optimizer=adamw", "--clip-grad-norm")
 
 
 def page(rows: Sequence[Row], missing: Sequence[Mapping[str, Any]] = ()) -> tuple[str, str, str]:
-    """The parts of the page that follow from its points.
-
-    Args:
-        missing: points that haven't been planned yet, which the page names.
-    """
+    """The parts of the page that follow from its points; `missing` are those that it names as not planned yet."""
 
     def cells(row: Row) -> tuple[str, ...]:
         point, plan = row.point, row.planned

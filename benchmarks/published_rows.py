@@ -148,11 +148,7 @@ def rows(
     *,
     more: bool = True,
 ) -> Iterator[Row]:
-    """Plan points, those of equal executions one after another; what `file` keeps isn't planned again.
-
-    Args:
-        more: plan what isn't kept, too; else it is left out.
-    """
+    """Plan points, equal executions in a row: what `file` keeps isn't planned again, and the rest with `more` alone."""
     known = kept(file)
     last: Any = None
     with tempfile.TemporaryDirectory() as folder:

@@ -17,11 +17,7 @@ from fsdp1_interface.units import own_modules
 
 
 def shard(model: nn.Module, arguments: Arguments, prepare: Callable[[nn.Module], nn.Module]) -> None:
-    """Shard the units of the policy, inner before outer ones, then the model.
-
-    Args:
-        prepare: makes a module one of the shim's, before it is sharded.
-    """
+    """Shard the policy's units, inner before outer ones, then the model; `prepare` first makes each the shim's."""
     names = {module: name for name, module in model.named_modules()}
     on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 

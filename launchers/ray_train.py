@@ -71,11 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> Any:
 
 
 def prepare(address: str | None = None) -> None:
-    """To be called before Ray is imported. Raises ConfigError if it isn't installed.
-
-    Args:
-        address: of a cluster that is there already.
-    """
+    """To be called before Ray is imported; `address` is of a cluster that is there. Raises ConfigError without Ray."""
     if importlib.util.find_spec("ray") is None:
         raise ConfigError(f"Ray isn't installed; {install('ray')}")
     settings = dict(ENVIRONMENT)

@@ -56,9 +56,7 @@ def trial_worker(job: dict[str, Any]) -> None:
 def doctor_worker(job: dict[str, Any]) -> dict[str, int]:
     """Take a part in an examination. Called by Ray on each worker, with a process group made.
 
-    Args:
-        job: `config`, `folder` and `environment`, see `train_worker`; `examination`, the rest of `doctor`'s Options.
-
+    `job` has `config`, `folder` and `environment`, see `train_worker`; `examination`, the rest of `doctor`'s Options.
     Raises ConfigError, after the report, if a rank can't train: Ray would wait for one that hangs.
     """
     _as_started(job)

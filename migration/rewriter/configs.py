@@ -195,11 +195,7 @@ def read_config(source: Source) -> Config | None:
 
 
 def _sign(value: Any, under: str) -> str | None:
-    """The key, anywhere, that means FSDP1 to accelerate or transformers; None without one.
-
-    Args:
-        under: the key that the value is under, or the file's name.
-    """
+    """The key, anywhere below `under`, that means FSDP1 to accelerate or transformers; None without one."""
     if isinstance(value, list):
         return next(filter(None, (_sign(one, "") for one in value)), None)
     if not isinstance(value, Mapping):
