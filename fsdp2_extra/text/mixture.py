@@ -108,16 +108,12 @@ def _mixed(name: str, made: Sequence[Dataset]) -> Dataset:
     trains: list[Any] = [one.train for one in made]
     lengths = [len(one) for one in trains]
     shares = shares if all(shares) else tuple(lengths)
-    counts = counts_of(lengths, shares)
+    # Of one source an epoch has all sequences once, and of none fewer.
+    scale = max(length / share for length, share in zip(lengths, shares, strict=True))
+    most = float(2 * MOST)  # which an epoch can't have; the scale may be infinite
+    counts = [max(length, round(min(scale * share, most))) for length, share in zip(lengths, shares, strict=True)]
     if (whole := sum(counts)) > MOST:
         few = names[min(range(len(made)), key=lambda i: len(trains[i]) / shares[i])]
         raise UnusableText(f"{few}: its share makes an epoch of {whole:,} sequences; give it a smaller one")
     about = {"mixed": list(zip(names, made, counts, strict=True)), "shares": shares}
     return Dataset(Mixture(trains, counts), Mixture([one.test for one in made]), made[0].classes, about)
-
-
-def counts_of(lengths: Sequence[int], shares: Sequence[float]) -> list[int]:
-    """The number of sequences of each source in an epoch, of which one has all of its own once and none has fewer."""
-    scale = max(length / share for length, share in zip(lengths, shares, strict=True))
-    most = float(2 * MOST)  # which an epoch can't have; the scale may be infinite
-    return [max(length, round(min(scale * share, most))) for length, share in zip(lengths, shares, strict=True)]
