@@ -254,7 +254,10 @@ class Ledger(TorchDispatchMode):
         if self.live_bytes > self.peak_bytes:
             self.peak_bytes, self.peak_at = self.live_bytes, new.born
         if len(self.allocations) > 2 * MAX_ENTRIES:
-            self._forget_oldest()
+            # Keep the newest entries, what is alive, and what was alive at the peak.
+            older, newer = self.allocations[:-MAX_ENTRIES], self.allocations[-MAX_ENTRIES:]
+            kept = [a for a in older if a.died is None or a.born <= self.peak_at < a.died]
+            self.allocations, self.complete_from = kept + newer, newer[0].born
         key = id(storage)
         self._live[key] = (weakref.ref(storage, lambda _: self._freed(key)), new)
         if self.limit is not None and self.live_bytes > self.limit:
@@ -264,12 +267,6 @@ class Ledger(TorchDispatchMode):
                 + (f" in {module}" if module else "")
             )
         return new
-
-    def _forget_oldest(self) -> None:
-        """Keep the newest entries, what is alive, and what was alive at the peak."""
-        older, newer = self.allocations[:-MAX_ENTRIES], self.allocations[-MAX_ENTRIES:]
-        kept = [a for a in older if a.died is None or a.born <= self.peak_at < a.died]
-        self.allocations, self.complete_from = kept + newer, newer[0].born
 
     def _freed(self, key: int) -> None:
         if key == self._copy:
