@@ -1,6 +1,7 @@
-"""FSDP2 for a model and a loop of one's own:  torchrun --nproc_per_node 2 examples/plain_loop.py OUT
+"""FSDP2 for a model and a loop of one's own:  torchrun --nproc_per_node 2 examples/plain_loop.py OUT [STEPS]
 
-It uses fsdp2.parallel, fsdp2.checkpoint and fsdp2.models.initial alone. Run again, on any number of ranks, it goes on.
+It uses fsdp2.parallel, fsdp2.checkpoint and two files of fsdp2.models. Run again with more STEPS, on any number of
+ranks, it goes on.
 """
 
 import sys
@@ -13,12 +14,20 @@ from torch import nn
 
 from fsdp2.checkpoint import files, restore, saver, state, store
 from fsdp2.models import initial
+from fsdp2.models.meta import parameters_on_meta
 from fsdp2.parallel import fully_sharded, groups, mesh, meta, precision, prefetch
 
 WIDTH, LENGTH, ROWS = 64, 32, 8  # ROWS of a step, over all ranks
 TEXT = torch.tensor(list(Path(__file__).read_bytes())).unfold(0, LENGTH + 1, 1)
+
+
+def weights(block, shape, generator):  # what has one dimension is a norm's
+    fill = initial.ones if len(shape) == 1 else initial.normal(0.02)
+    fill(block, shape, generator)
+
+
 # Name pattern -> initial values; the first that matches counts. They are the same on any number of ranks.
-INITIAL = {"*norm.weight": initial.ones, "*.bias": initial.zeros, "*": initial.normal(0.02)}
+INITIAL = {"*.bias": initial.zeros, "*": weights}
 
 
 class Block(nn.Module):
@@ -49,14 +58,14 @@ class Model(nn.Module):
 def build(device: torch.device, *, replicas: int = 1, compute: str | None = None, ahead: int = 1):
     """The sharded model. replicas: of HSDP; compute: bf16, or None for fp32; ahead: blocks that are gathered early."""
     ranks = mesh.make_mesh(device.type, dist.get_world_size(), replicas)
-    with torch.device("meta"):  # shapes without memory
+    with parameters_on_meta():  # shapes without memory, and buffers, such as masks, as the model's code makes them
         model = Model()
     casts = precision.fsdp2_policy(compute, "fp32")  # gradients are summed in fp32
     units = groups.shard_groups(model, list(model.blocks))
     shards = fully_sharded.shard(model, units, mesh=ranks, precision=casts)
     prefetch.prefetch_forward(shards, ahead)
     meta.allocate(model, device)  # memory for this rank's shards alone, NaN until they get a value
-    initial.reset_parameters(model, INITIAL, seed=1)
+    initial.reset_parameters(model, INITIAL, seed=1, buffers=False)
     meta.check_initialised(model)  # raises if anything still holds that NaN
     return model
 
@@ -85,6 +94,8 @@ def train(out: Path, device: torch.device, steps: int = 6, **how) -> list[float]
 if __name__ == "__main__":
     dist.init_process_group()
     device = torch.device("cuda", dist.get_node_local_rank()) if torch.cuda.is_available() else torch.device("cpu")
-    print(train(Path(sys.argv[1]), device))
+    losses = train(Path(sys.argv[1]), device, *map(int, sys.argv[2:]))
+    if dist.get_rank() == 0:
+        print(f"{len(losses)} steps:", *losses)
     dist.barrier()  # gloo lets go of what the last exchange held; as Python ends, that aborts (pytorch 190489)
     dist.destroy_process_group()

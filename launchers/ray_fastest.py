@@ -30,7 +30,7 @@ LOST = ("worker process has died", "The actor died", "ActorDiedError")
 def main(arguments: Sequence[str] | None = None) -> list[Candidate]:
     """The settings that were tried, as `fsdp2.tune` returns them. Raises ConfigError before anything is started."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    parser = train_parser("launchers.ray_fastest")
+    parser = train_parser("launchers.ray_fastest", description="Which flags are fastest on Ray's workers?")
     add_own(parser, [name for name in OWN if name != "nproc"])
     (options,), config, own = read_groups(parser, words, {"Ray, for each launch": RayOptions}, take_own)
     workers = without_a_run(options)

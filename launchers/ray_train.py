@@ -275,6 +275,9 @@ def run_as_program(main: Callable[[Sequence[str]], Any]) -> None:
             main(sys.argv[1:])
         except TrainingFailed as error:
             tell(f"error: {error}")
+            tell(
+                "the same --run-dir, or --storage-path and --name, goes on; --max-failures N restarts workers by itself"
+            )
             sys.exit(1)
         except KeyboardInterrupt:
             tell("interrupted; the same --run-dir, or --storage-path and --name, goes on")

@@ -74,15 +74,14 @@ def _as_started(job: dict[str, Any]) -> None:
         os.chdir(job["folder"])  # so that relative paths mean here what they meant where the run was started
 
 
-def kept_by_ray() -> int | None:
-    """The number of checkpoints that Ray leaves of those that were reported; None if it deletes none.
+def kept_by_ray() -> Any:
+    """Ray's CheckpointConfig of this trainer: which of the checkpoints that were reported it keeps.
 
     Private: a worker's public context lacks its RunConfig. tests/launchers/test_ray_users.py fails when it moves.
     """
     from ray.train.v2._internal.execution.context import get_train_context
 
-    kept: int | None = get_train_context().train_run_context.run_config.checkpoint_config.num_to_keep
-    return kept
+    return get_train_context().train_run_context.run_config.checkpoint_config
 
 
 def kept_in() -> str:
@@ -111,14 +110,20 @@ class Reporter:
         filesystem: through which Ray reaches a run at a URL, the second of `ray_train.ray_storage`; None for a folder.
         background: the run has `--async-checkpoint`.
 
-    Raises ConfigError if Ray is to delete checkpoints, which are the run's own: the newest would go, too.
+    Raises ConfigError if Ray is to choose which checkpoints stay. They are the run's own, and the newest would go, too.
     """
 
     def __init__(self, run: RunDir, filesystem: Any, *, background: bool) -> None:
-        if (kept := kept_by_ray()) is not None:
+        asked = kept_by_ray()
+        if (kept := asked.num_to_keep) is not None:
             raise ConfigError(
                 f"CheckpointConfig(num_to_keep={kept}): Ray would delete the run's own checkpoints; leave that out, "
                 f"and give the run's Config keep={kept}"
+            )
+        if (score := asked.checkpoint_score_attribute) is not None:
+            raise ConfigError(
+                f"CheckpointConfig(checkpoint_score_attribute={score!r}): the run keeps its checkpoints, and not Ray; "
+                "leave that out; keep_best=True in the run's Config keeps the one with the least test_loss"
             )
         if filesystem is None and os.path.realpath(run.path) != os.path.realpath(place := kept_in()):
             why = "Ray takes checkpoints from its storage path and name alone"

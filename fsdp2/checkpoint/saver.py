@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from fsdp2.checkpoint.dcp_files import ShardWriter
 from fsdp2.checkpoint.files import NotTheWriter
-from fsdp2.checkpoint.state import AppState
+from fsdp2.checkpoint.state import AppState, is_finite
 from fsdp2.checkpoint.store import Store
 from fsdp2.checkpoint.together import raised_on_all
 
@@ -208,8 +208,12 @@ class Saver:
 def save_now(store: Store, app: AppState, step: int, *, keep: int, info: Mapping[str, Any] | None = None) -> None:
     """One save of the state on all ranks, which is a checkpoint when this returns. A collective call.
 
-    Of the newest checkpoints `keep` stay; `info` as in `Saver.save`. Raises SaveFailed on every rank if it isn't one.
+    Of the newest checkpoints `keep` stay; `info` as in `Saver.save`. Raises SaveFailed on every rank if it isn't one,
+    and before anything is written if weights are NaN or infinite.
     """
+    with raised_on_all(SaveFailed, as_=lambda error: error):
+        if not is_finite(app.model.parameters()):
+            raise SaveFailed(f"step {step} wasn't saved to {store.files}: its weights hold NaN or infinity")
     saver = Saver(store, app, torch.device("cpu"), keep=keep)  # only a save in the background needs the device
     ended = saver.save(step, info or {})
     saver.close()

@@ -150,7 +150,12 @@ def _cut_before(tensor: DTensor, dimension: int) -> bool:
 
 
 def reset_parameters(
-    model: nn.Module, table: Table, seed: int, *, brought: Callable[[str], bool] = lambda name: False
+    model: nn.Module,
+    table: Table,
+    seed: int,
+    *,
+    brought: Callable[[str], bool] = lambda name: False,
+    buffers: bool = True,
 ) -> None:
     """Set every parameter and every buffer, non-persistent ones included, to its initial value.
 
@@ -159,11 +164,12 @@ def reset_parameters(
 
     Args:
         brought: whether something else brings what has this name in the state dict: a checkpoint, or a file.
+        buffers: False leaves them as the model's code has made them, see `meta.parameters_on_meta`.
 
     Raises KeyError if the table says nothing about one of them.
     """
     left_out = {name for name in model.state_dict() if brought(name)}
-    named = itertools.chain(model.named_parameters(), model.named_buffers())
+    named = itertools.chain(model.named_parameters(), model.named_buffers() if buffers else ())
     draw(((name, tensor, fill_for(table, name)) for name, tensor in named if name not in left_out), seed)
 
 

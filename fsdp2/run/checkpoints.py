@@ -12,12 +12,11 @@ from fsdp2.checkpoint import meaning
 from fsdp2.checkpoint.files import NotTheWriter
 from fsdp2.checkpoint.full_model import full_state_api, save_full, while_rank_0
 from fsdp2.checkpoint.saver import Outcome, SaveFailed, Saver
-from fsdp2.checkpoint.state import AppState, Progress
+from fsdp2.checkpoint.state import AppState, Progress, is_finite
 from fsdp2.config import Config
 from fsdp2.models.initial import slices_of
 from fsdp2.parallel.engine import Engine
 from fsdp2.parallel.meta import shared_names
-from fsdp2.parallel.shards import is_finite
 from fsdp2.run.directory.marker import checkpoint_info
 from fsdp2.run.directory.room import full_model_form, large
 from fsdp2.run.job import Job

@@ -16,7 +16,7 @@ from fsdp2.checkpoint.full_dtensor import scatter
 from fsdp2.checkpoint.full_file import is_cast, verdict, vouched_step
 from fsdp2.checkpoint.refusal import Refused
 from fsdp2.checkpoint.sources.opening import is_checkpoint, opened, require_undamaged
-from fsdp2.checkpoint.state import plain_names
+from fsdp2.checkpoint.state import is_finite, plain_names
 from fsdp2.checkpoint.store import DamagedCheckpoint, read_marker
 from fsdp2.checkpoint.weights import OtherWeights, check_weights, load_weights
 from fsdp2.config import Config
@@ -24,7 +24,7 @@ from fsdp2.models.initial import slices_of
 from fsdp2.models.names import WEIGHTS
 from fsdp2.options.errors import ConfigError
 from fsdp2.parallel.meta import shared_names
-from fsdp2.parallel.shards import is_finite, local
+from fsdp2.parallel.shards import local
 from fsdp2.run.process.group import broadcast, gather, together
 
 SCRATCH = "--init-from scratch for none"

@@ -22,13 +22,13 @@ from fsdp2.checkpoint import full_dcp, full_dtensor
 from fsdp2.checkpoint.full_model import full_state_api
 from fsdp2.checkpoint.sources.source import Source
 from fsdp2.checkpoint.staging import Staging
-from fsdp2.checkpoint.state import AppState, Progress, RandomState, plain_names
+from fsdp2.checkpoint.state import AppState, Progress, RandomState, is_finite, plain_names
 from fsdp2.checkpoint.weights import fill
 from fsdp2.config import Config
 from fsdp2.models.initial import slices_of
 from fsdp2.parallel.engine import Engine
 from fsdp2.parallel.meta import shared_names
-from fsdp2.parallel.shards import is_finite, local
+from fsdp2.parallel.shards import local
 from fsdp2.run.init_from import by_torch
 from fsdp2.run.process.runtime import World
 from fsdp2_extra.allocations.timeline import Timeline

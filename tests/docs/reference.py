@@ -100,7 +100,7 @@ def _flag(action: argparse.Action) -> str:
 
 def _plain(text: str) -> str:
     text = text.replace("%%", "%")
-    return re.sub(r"(?<![\w`])(--[a-z][a-z0-9-]+(?: (?:[A-Z]{2,}\b|cpu\b|\w+:\w*))?)", r"`\1`", text)
+    return re.sub(r"(?<![\w`])(--[a-z][a-z0-9_-]+(?: (?:[A-Z]{2,}\b|cpu\b|\w+:\w*))?)", r"`\1`", text)
 
 
 def _numbers(numbers: object) -> str:

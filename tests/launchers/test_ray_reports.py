@@ -27,6 +27,8 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Told:
     """The reports that a new process makes of events, of a run whose records are those of `metrics.jsonl`."""
     pytest.importorskip("ray.train")
     ray_train.prepare()
+    from ray.train import CheckpointConfig
+
     from launchers import ray_worker
 
     reports: list[dict[str, Any]] = []
@@ -36,7 +38,7 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Told:
 
     monkeypatch.setattr("ray.train.report", report)
     monkeypatch.setattr(ray_worker, "broadcast", lambda value: value)
-    monkeypatch.setattr(ray_worker, "kept_by_ray", lambda: None)
+    monkeypatch.setattr(ray_worker, "kept_by_ray", CheckpointConfig)
     monkeypatch.setattr(ray_worker, "kept_in", lambda: str(tmp_path))
     monkeypatch.setattr(ray_worker, "placement", dict)
 

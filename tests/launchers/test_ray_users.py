@@ -41,6 +41,9 @@ def test_a_trainer_of_ones_own_has_torchruns_losses_and_resumes(train: Train, tm
     with pytest.raises(Exception, match=r"CheckpointConfig\(num_to_keep=1\): Ray would delete the run's own"):
         exec(keeping.replace("max_failures=2", "max_failures=0"), {"GIVEN": given})
     assert sorted(one.name for one in (tmp_path / "mine" / "checkpoints").iterdir())[-1] == "step-00000008"
+    by_score = keeping.replace("num_to_keep=1", "checkpoint_score_attribute='accuracy'")
+    with pytest.raises(Exception, match=r"checkpoint_score_attribute='accuracy'\): the run keeps its checkpoints"):
+        exec(by_score.replace("max_failures=2", "max_failures=0"), {"GIVEN": given})
     elsewhere = text.replace("str(runs / name)}", "str(runs / 'other')}").replace("max_failures=2", "max_failures=0")
     with pytest.raises(Exception, match=f"other: Ray takes checkpoints from its .* alone; give {tmp_path / 'mine'}"):
         exec(elsewhere, {"GIVEN": given})
