@@ -37,9 +37,7 @@ def train(out: Path, folder: str, device: torch.device, steps: int = 6, norm: fl
     for step in range(done := restore.restore_newest(place, app, seed=1), steps):
         order = torch.randperm(len(TEXT), generator=torch.Generator().manual_seed(step))  # on any number of ranks
         mine = order[:ROWS].tensor_split(ranks.size())[dist.get_rank()]
-        tokens = TEXT[mine if len(mine) else order[:1]].to(
-            device
-        )  # a rank without a row computes another's, for nothing
+        tokens = TEXT[mine if len(mine) else order[:1]].to(device)  # without a row of its own, another's with weight 0
         loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss * len(mine) / ROWS
         (loss * ranks.size()).backward()  # FSDP averages over ranks, and this is a sum
         fully_sharded.clip(model.parameters(), norm)
