@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from fsdp2 import data
+from fsdp2 import data, models
 from fsdp2.options.errors import ConfigError, flag_of
 from fsdp2.options.values import TRACKERS
 from fsdp2.parallel import FUSED, IN_FEW_BITS, LARGEST_BETA2
@@ -32,8 +32,10 @@ def _check_data(config: Options) -> None:
     kind = config.spec.kind
     if data.kind_of(config.dataset) != kind:
         fitting = ", ".join(name for name in data.NAMES if data.KINDS[name] == kind)
+        own = ", or for text let it return a ModelSpec (docs/own-models.md)" * models.is_function(config.model)
         raise ConfigError(
-            f"--dataset {config.dataset} with --model {config.model}: the model takes {kind} data; use one of {fitting}"
+            f"--dataset {config.dataset} with --model {config.model}: the model takes {kind} data; use one of "
+            f"{fitting}{own}"
         )
     if kind == "image" and config.spec.classes < data.CLASSES:
         raise ConfigError(

@@ -49,6 +49,7 @@ NOT_RUN = {
     ): "run by tests/others/test_accelerate.py",
     ("docs/own-models.md", "torchrun --nproc_per_node 2 examples"): "run by tests/others/test_examples.py",
     ("docs/own-models.md", "import torch"): "run by tests/test_plain_loop.py, on ranks",
+    ("docs/state-dicts.md", "import torch"): "run by tests/test_pages_on_ranks.py, on ranks",
     ("docs/minimal.md", "torchrun"): "takes a minute; run by tests/test_minimal.py",
     (
         "docs/minimal.md",
