@@ -23,6 +23,9 @@ def compile_blocks(blocks: Sequence[nn.Module], backend: str | Callable[..., Any
     left to itself, torch takes a size for a variable once it has seen two, and blocks of different sizes make two.
     Everything that this process has compiled before is forgotten, so that one run doesn't use up the recompilations of
     the next.
+
+    Args:
+        backend: of `torch.compile`.
     """
     torch.compiler.reset()
     _counters().clear()

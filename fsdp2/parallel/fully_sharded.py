@@ -147,7 +147,10 @@ def gather_for(model: nn.Module, methods: Sequence[str]) -> None:
 
     A group is gathered when its module is called. A method that isn't `forward` finds those of the root sharded, and if
     it calls a part of the model before the whole, as `generate` of an encoder and decoder does, torch takes that part
-    for the root. None of them may be one that `forward` calls: the root would be freed in the midst of it.
+    for the root.
+
+    Args:
+        methods: their names. None that `forward` calls: the root would be freed in the midst of it.
     """
     for name in methods:
         register_fsdp_forward_method(model, name)

@@ -72,7 +72,10 @@ def of_other_dtypes(modules: Sequence[nn.Module], taken: Collection[nn.Parameter
     """Modules at or below some whose parameters are of one dtype, and not of that which most of all are of.
 
     A reduce-scatter is of one dtype, so each of them is a group of its own. What is frozen isn't reduced, and may be of
-    any dtype; what is `taken`, by another group, doesn't count.
+    any dtype.
+
+    Args:
+        taken: parameters that don't count, because they are in another group.
 
     Raises ValueError if a module has parameters of several dtypes itself.
     """

@@ -26,12 +26,20 @@ def groups_ahead(options: Any) -> tuple[int | None, int | None]:
 
 
 def prefetch_forward(groups: Sequence[FSDPModule], ahead: int) -> None:
-    """Let group i, in forward order, all-gather groups i+1 … i+ahead too, when it is about to run forward."""
+    """Let group i all-gather groups i+1 … i+ahead too, when it is about to run forward.
+
+    Args:
+        groups: in forward order.
+        ahead: groups, each of which is in memory unsharded that much earlier.
+    """
     for i, group in enumerate(groups):
         group.set_modules_to_forward_prefetch(list(groups[i + 1 : i + 1 + ahead]))
 
 
 def prefetch_backward(groups: Sequence[FSDPModule], ahead: int) -> None:
-    """Let group i all-gather groups i-1 … i-ahead too, nearest first, when it is about to run backward."""
+    """Let group i all-gather groups i-1 … i-ahead too, nearest first, when it is about to run backward.
+
+    The arguments are those of `prefetch_forward`.
+    """
     for i, group in enumerate(groups):
         group.set_modules_to_backward_prefetch(list(reversed(groups[max(0, i - ahead) : i])))
