@@ -23,7 +23,9 @@ def evaluate(
 ) -> dict[str, float]:
     """Mean loss, accuracy from 0 to 1, and count of targets, summed over ranks; of language perplexity too.
 
-    A collective call, in evaluation mode without gradients. Counts are summed as integers and losses in float64, so
+    A collective call.
+
+    Call it in evaluation mode without gradients. Counts are summed as integers and losses in float64, so
     uneven shares don't shift the means.
     """
     sums = scored(forward, config.spec, held_out_batches(split, config, world, device), device)

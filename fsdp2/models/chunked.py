@@ -48,9 +48,11 @@ def instead_of_sums(numbers: tuple[float, float]) -> Iterator[Instead]:
 def chunked(spec: ModelSpec, tokens: int) -> ModelSpec:
     """A specification of the same model whose outputs have, in place of logits, the sum of losses and of right answers.
 
-    Logits exist of so many `tokens` at a time. What a model does to them after its last layer would be done to the
-    sums: whoever trains has to try it once, with `instead_of_sums`. Raises ValueError where it is made if the model
-    doesn't tell which layer makes the logits.
+    Args:
+        tokens: whose logits exist at a time.
+
+    What a model does to its logits after its last layer would be done to the sums: whoever trains has to try it once,
+    with `instead_of_sums`. Raises ValueError where it is made if the model doesn't tell which layer makes the logits.
     """
 
     def make(**size: Any) -> nn.Module:

@@ -40,8 +40,10 @@ def too_long(spec: ModelSpec, model: nn.Module, blocks: Sequence[nn.Module], seq
     """The reason why a language model can't take sequences of this length, or None.
 
     A forward is tried up to the first block. What ends that of a short sequence too, such as a parameter that has no
-    memory, is no reason. A table that is looked up later isn't found: the first step fails on that. The model, whose
-    parameters are on `meta`, is left in evaluation mode.
+    memory, is no reason. A table that is looked up later isn't found: the first step fails on that.
+
+    Args:
+        model: its parameters on `meta`; it is left in evaluation mode.
     """
     rows = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
     if all(count >= seq_len + BESIDE for count in rows):

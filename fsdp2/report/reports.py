@@ -90,8 +90,10 @@ class Reports:
     def end(self, data: dict[str, Any], log: StepLog, tensors: Callable[[], int | None]) -> dict[str, Any]:
         """Emit the `end` event: `data`, and what was measured since this was entered. Returns it.
 
-        If there is a plan, the console has it beside what was measured; `tensors` tells the most bytes of this rank's
-        tensors, None if nobody has counted.
+        If there is a plan, the console has it beside what was measured.
+
+        Args:
+            tensors: the most bytes of this rank's tensors; None if nobody has counted.
         """
         end = {
             **data,
