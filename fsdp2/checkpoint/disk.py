@@ -37,8 +37,11 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 def explained(error: BaseException, place: str | Path | Files, needed: int | None = None) -> DiskError | None:
     """The disk's error behind another one, in words; None if no disk is the cause.
 
-    torch, for one, fails with an error of its own about a file's position when a write has failed. `place` needn't
-    exist; `needed` bytes were to be written there.
+    torch, for one, fails with an error of its own about a file's position when a write has failed.
+
+    Args:
+        place: a path, existing or not, or the files that were being written.
+        needed: bytes that were to be written there.
     """
     errors = [one for one in chain(error) if isinstance(one, OSError)]
     known = (one for one in errors if one.errno in DISK_ERRORS or (one.errno in RIGHTS and one.filename))

@@ -208,8 +208,11 @@ class Saver:
 def save_now(store: Store, app: AppState, step: int, *, keep: int, info: Mapping[str, Any] | None = None) -> None:
     """One save of the state on all ranks, which is a checkpoint when this returns. A collective call.
 
-    Of the newest checkpoints `keep` stay; `info` as in `Saver.save`. Raises SaveFailed on every rank if it isn't one,
-    and before anything is written if weights are NaN or infinite.
+    Args:
+        keep: how many of the newest checkpoints stay.
+        info: what the marker says beside step, world size and files.
+
+    Raises SaveFailed on every rank if it isn't, and before anything is written if weights are NaN or infinite.
     """
     with raised_on_all(SaveFailed, as_=lambda error: error):
         if not is_finite(app.model.parameters()):

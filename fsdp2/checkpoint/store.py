@@ -157,7 +157,11 @@ def require_file(checkpoint: Files, name: str) -> int:
 
 
 def verify(checkpoint: Files, names: Iterable[str] | None = None, *, hashes: bool = True) -> None:
-    """Compare the files of a committed checkpoint, or those of some `names`, with its marker: hashes, or sizes alone.
+    """Compare the files of a committed checkpoint with its marker.
+
+    Args:
+        names: check only these; ranks divide the work so.
+        hashes: False compares the sizes alone.
 
     Raises DamagedCheckpoint that lists what is missing or differs.
     """

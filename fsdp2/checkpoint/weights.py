@@ -43,7 +43,11 @@ class Fitting:
 def check_weights(
     place: str, targets: Mapping[str, Tensor], tied: Sequence[Sequence[str]], *, partial: bool = False
 ) -> None:
-    """Raises Refused or OSError if a place can't be read, and OtherWeights if not all, or with `partial` none, fits."""
+    """Raises Refused or OSError if a place can't be read, and OtherWeights if it isn't of this model.
+
+    Args:
+        partial: that one tensor fits is enough.
+    """
     with opened(place) as source:
         require_without_adapters(source)
         _fitting(source, targets, tied, partial=partial)

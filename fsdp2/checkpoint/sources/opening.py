@@ -57,7 +57,10 @@ def is_hf(files: Files) -> bool:
 def opened(place: str, kind: str = "auto") -> Iterator[Source]:
     """Open a checkpoint, a run (its newest checkpoint), a .pt file or safetensors, at a path or URL.
 
-    `kind` is `pt`, `safetensors` or `dcp` where `auto` can't tell. Raises Refused, DamagedCheckpoint or OSError.
+    Args:
+        kind: `pt`, `safetensors` or `dcp` where `auto` can't tell.
+
+    Raises Refused, DamagedCheckpoint or OSError.
     """
     with ExitStack() as stack:
         yield _open(place.rstrip("/") or place, kind, stack)
@@ -194,7 +197,10 @@ FOREIGN = "a Hugging Face folder, taken as it is, since it has no hashes"
 def verified(source: Source, names: Iterable[str] | None = None) -> str:
     """Compare what was opened with the hashes in its marker: VERIFIED, or "unverified" and why it can't be, or FOREIGN.
 
-    `names` are of files in its folder; unset = all that the marker lists. Raises DamagedCheckpoint.
+    Args:
+        names: of files in its folder; unset = all that the marker lists.
+
+    Raises DamagedCheckpoint.
     """
     folder, file = source.folder, source.file
     if folder is None or not is_there(folder, MARKER):

@@ -22,9 +22,10 @@ class NoStateDict(Refused):
 
 
 def open_pt(place: str, path: Path, *, objects: bool = False) -> Source:
-    """Open a flat or nested state dict, its tensors mapped from the file; for `objects` see `parse_archive`.
+    """Open a flat or nested state dict, its tensors mapped from the file. Raises Refused or OSError.
 
-    Raises Refused or OSError.
+    Args:
+        objects: whether it may hold objects of unknown classes, which become `Unread`; else they are refused.
     """
     try:
         memory = mapped(path)
