@@ -54,6 +54,7 @@ from fsdp2_extra.text.mixture import by_source
 from fsdp2_extra.text.tokenizer_file import own_tokenizer
 from fsdp2_extra.trackers import listeners, logins
 from fsdp2_tools.checkpoint.adapters import read_adapters
+from fsdp2_tools.checkpoint.card import card
 from fsdp2_tools.checkpoint.export import export
 
 FLAGS = {
@@ -335,7 +336,15 @@ def export_model(flags, steps: int):
     like = spec.on_meta("own"), without_adapters_file(own_files)
     adapters = read_adapters(own_files[lora.FILE], flags.out) if flags.lora else None
     more = {"peft": {"task_type": "CAUSAL_LM"}, "talks": flags.pairs_as != "text"}
-    export(flags.out, f"{flags.out}/model-{steps}", to, like=like, adapters=adapters, **more)
+    of_model = {"model": f"hf:{flags.model}"}  # as a run of fsdp2.train names it
+    chosen = {name.replace("_", "-"): one for name, one in vars(flags).items()} | of_model
+    known = dict.fromkeys(("model", "pairs", "mixed_precision")) | {name: one for name, (one, *_) in FLAGS.items()}
+
+    def card_of(step: int | None) -> bytes:
+        library, by = "peft" if flags.lora else "transformers", "examples/dpo.py"
+        return card(Path(flags.out), {"flags": chosen}, step, library, "causal", by=by, defaults=known)
+
+    export(flags.out, f"{flags.out}/model-{steps}", to, like=like, adapters=adapters, card=card_of, **more)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,15 @@ def base_on_hub(flags: Mapping[str, Any]) -> str | None:
 
 
 def card(
-    run: Path, said: Mapping[str, Any], step: int | None, library: str, task: str | None, *, average: bool = False
+    run: Path,
+    said: Mapping[str, Any],
+    step: int | None,
+    library: str,
+    task: str | None,
+    *,
+    average: bool = False,
+    by: str = "python -m fsdp2.train",
+    defaults: Mapping[str, Any] | None = None,
 ) -> bytes:
     """The card of the weights after `step`, or those at the end of the run.
 
@@ -46,6 +54,8 @@ def card(
         library: that loads the weights, as the hub knows it.
         task: that of a model for language, or its kind.
         average: whether they are the average of the weights, which no loss is of.
+        by: the program that trained.
+        defaults: its flags; None: those of `fsdp2.train`.
     """
     flags, versions = (said.get(name) for name in ("flags", "environment"))
     flags = flags if isinstance(flags, dict) else {}
@@ -53,11 +63,11 @@ def card(
     facts |= {"base_model_relation": "adapter" if library == "peft" else "finetune"} if facts["base_model"] else {}
     lines = ["---", *(f"{key}: {value}" for key, value in facts.items() if value), "---"]
     lines += [f"# {_text(run.name)[1:-1]}", ""]
-    lines += ["Trained with FSDP2 by `python -m fsdp2.train`. What the model is for, what it can't do, and under which"]
+    lines += [f"Trained with FSDP2 by `{by}`. What the model is for, what it can't do, and under which"]
     lines += ["licence it may be used, nobody has written here yet.", ""]
     of_average = {"step": step, "weights": "their moving average"}
     lines += _table("result", of_average if average else _results(LocalFiles(run), step))
-    lines += _table("flag", _chosen(flags))
+    lines += _table("flag", _chosen(flags, defaults or {field.name: field.default for field in fields(Config)}))
     lines += _table("version", {name: versions.get(name) for name in VERSIONS} if isinstance(versions, dict) else {})
     return "\n".join(lines).encode()
 
@@ -70,9 +80,9 @@ def _table(title: str, rows: Mapping[str, Any]) -> Iterator[str]:
         yield ""
 
 
-def _chosen(flags: Mapping[str, Any]) -> dict[str, Any]:
+def _chosen(flags: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Flags of ours that aren't as by default."""
-    known = {field.name.replace("_", "-"): field.default for field in fields(Config)}
+    known = {name.replace("_", "-"): default for name, default in defaults.items()}
     plain = {name: list(value) if isinstance(value, tuple) else value for name, value in known.items()}
     return {
         name: flags[name]

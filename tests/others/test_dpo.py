@@ -90,6 +90,12 @@ def test_a_run_is_the_plain_loop_and_is_written_down(ranks: Ranks, tmp_path: Pat
     assert [one["step"] for one in evaluations] == [2, 3, 4, 6]  # each epoch's end, and that of a run
     for name in dpo.FIGURES:  # sums of other batches
         assert evaluations[-1][name] == pytest.approx(held_out[name], rel=1e-5, abs=1e-6)
+    said = (out / f"model-{STEPS}" / "README.md").read_text()
+    assert f"| `train loss` | `{float(f'{losses[-1]:.4g}')}` |" in said
+    assert "by `examples/dpo.py`" in said
+    assert "| `warmup-steps` | `2" in said
+    assert "| `beta` |" not in said  # it is the default
+    assert str(tmp_path) not in said
 
 
 def test_a_tracker_has_its_figures_through_a_resume(ranks: Ranks, tmp_path: Path) -> None:
