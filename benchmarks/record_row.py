@@ -48,7 +48,8 @@ def main(out: Path, seconds: float, flags: list[str]) -> None:
         write(out, world, {"failed": str(error)})
         return
     settings = to_flags(config)
-    draw_all(config)
+    if config.lora is not None:  # draw what it would load: 8B are 32 GB, and a step takes as long with any weights
+        object.__setattr__(config, "init_from", None)
     device = runtime.pick_device(config.device, world)
     with process_group(world, device, config), process_settings(config):
         runtime.set_threads(config.threads, world)
@@ -58,12 +59,6 @@ def main(out: Path, seconds: float, flags: list[str]) -> None:
             write(out, world, {"failed": str(error)})
         except torch.OutOfMemoryError as error:
             write(out, world, {"failed": f"out of memory: {str(error).partition(chr(10))[0][:200]}"})
-
-
-def draw_all(config: Config) -> None:
-    """Let a run with adapters draw the weights that it would load: 8B are 32 GB, and a step takes as long with any."""
-    if config.lora is not None:
-        object.__setattr__(config, "init_from", None)
 
 
 def measure(
