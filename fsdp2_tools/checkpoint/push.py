@@ -72,8 +72,11 @@ def push(to: Destination, folder: Path, *, agreed: bool) -> bool:
     """Upload a folder; False if whoever is asked, without `agreed`, doesn't agree. Raises Refused if that fails."""
     files = [file for file in folder.rglob("*") if file.is_file()]
     what = f"{len(files)} files, {size(sum(file.stat().st_size for file in files))}"
-    if not agreed and not _agrees(f"push {what}, to {to.api.endpoint}/{to.name}, private, as {to.user}? [y/N] "):
-        return False
+    if not agreed:
+        question = f"push {what}, to {to.api.endpoint}/{to.name}, private, as {to.user}? [y/N]"
+        print(printable(question), end=" ", file=sys.stderr, flush=True)
+        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+            return False
 
     def upload() -> None:
         if not to.exists:
@@ -83,11 +86,6 @@ def push(to: Destination, folder: Path, *, agreed: bool) -> bool:
     _asked(upload, f"{folder} is written, but not pushed; hf upload --private {to.name} {folder} tries again")
     print(f"pushed {what}, to {printable(f'{to.api.endpoint}/{to.name}')}, private")
     return True
-
-
-def _agrees(question: str) -> bool:
-    print(printable(question.rstrip()), end=" ", file=sys.stderr, flush=True)
-    return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 def _asked(ask: Callable[[], T], failed: str) -> T:
