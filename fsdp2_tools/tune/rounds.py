@@ -100,7 +100,8 @@ def halve(
         say(f"round {number}: {len(alive)} settings")
         _round(default, alive, measure, steps)
         judge(default, alive, budget)
-        alive = better_half(default, alive)
+        others = sorted((one for one in alive if one is not default and one.failed is None), key=lambda one: one.score)
+        alive = [default, *others[: max(1, len(others) // 2)]]  # the faster half
         fresh = list(more()) if number == 1 and time_left() else []
         alive += fresh
     rivals = [one for one in alive if one is not default and one.failed is None]
@@ -156,12 +157,6 @@ def deviation(one: Candidate, reference: Candidate) -> float:
     if any(math.isnan(loss) for pair in pairs for loss in pair):
         return math.inf
     return max((abs(a - b) / max(abs(b), 1e-30) for a, b in pairs), default=math.inf)
-
-
-def better_half(default: Candidate, candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The default, and the faster half of the others that have not failed."""
-    others = sorted((one for one in candidates if one is not default and one.failed is None), key=lambda one: one.score)
-    return [default, *others[: max(1, len(others) // 2)]]
 
 
 def interval(ratios: Sequence[float]) -> tuple[float, float] | None:
