@@ -68,17 +68,13 @@ class Trial:
                 ledger.watch(self.engine.model, self.engine.held())
                 watched.enter_context(ledger)
             self.losses += [self._step() for _ in range(RECORDED)]
-            if peak:
-                self._evaluate(dataset)
+            if peak:  # one batch, as an evaluation takes it
+                held_out = held_out_batches(dataset.test, config, world, device)
+                with self.engine.evaluating():
+                    scored(self.engine.forward, config.spec, islice(held_out, 1), device)
         if peak:
             on_gpu = device.type == "cuda"
             self.peak_bytes = torch.cuda.max_memory_allocated(device) - before if on_gpu else ledger.peak_bytes
-
-    def _evaluate(self, dataset: Dataset) -> None:
-        """One batch, as an evaluation takes it."""
-        batches = held_out_batches(dataset.test, self.config, self.world, self.device)
-        with self.engine.evaluating():
-            scored(self.engine.forward, self.config.spec, islice(batches, 1), self.device)
 
     def timed_step(self) -> None:
         """A further step, and how long it took."""
