@@ -276,7 +276,7 @@ class _Tree:
     """A tree of tensors in place of an AppState."""
 
     def __init__(self, tree: Any) -> None:
-        self.tree = tree
+        self.tree, self.model = tree, nn.Module()
 
     def state_dict(self) -> Any:
         return self.tree
