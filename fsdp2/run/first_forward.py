@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -190,7 +191,7 @@ def require_documents_apart(config: Config, engine: Engine, dataset: Dataset, de
             f"--dataset {config.dataset} with --model {config.model}: a document sees those before it in the same "
             "sequence; use --documents together to train it so"
         )
-    least, most = length, config.seq_len
+    least, most = length, min(config.seq_len, _longest(dataset))
     if most <= least or not _follows_positions(config, engine, tokens, length, most):
         return
     while most - least > 1:
@@ -202,6 +203,15 @@ def require_documents_apart(config: Config, engine: Engine, dataset: Dataset, de
         "of its microbatch's longest document, so a document's loss would depend on those beside it; use --seq-len "
         f"{least}, or for text --documents together, where all sequences have one length"
     )
+
+
+def _longest(dataset: Dataset) -> int:
+    """The tokens of the longest document: no position of the data is behind it."""
+    about = dataset.about
+    others = [one for _, one, _ in about.get("mixed", [])] + [one[1] for one in [about.get("evaluated")] if one]
+    parts = [part for split in ("train", "test") for part in about.get(split, [])]
+    sizes = [int(numpy.diff(part.ends, prepend=0).max()) for part in parts if len(part.ends)]
+    return max([*sizes, *map(_longest, others)], default=0)
 
 
 def _follows_positions(config: Config, engine: Engine, tokens: Tensor, length: int, far: int) -> bool:

@@ -161,3 +161,10 @@ def test_documents_together_resume_and_evaluate_with_one_table(tmp_path: Path, n
     whole = run("whole", "--max-steps=4")
     assert run("half", "--max-steps=2") + run("half", "--max-steps=4", "--resume=auto") == whole
     assert run("evaluated", "--max-steps=4", "--eval-every=1") == whole
+
+
+def test_a_table_that_no_document_reaches_is_no_reason(tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    for i in range(200):
+        (tmp_path / "text" / f"{i}.txt").write_text(f"no {i} is")
+    assert len(trained(tmp_path / "model", TABLES["dynamic"], f"--dataset=text:{tmp_path / 'text'}")) == 2
