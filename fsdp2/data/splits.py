@@ -31,7 +31,12 @@ def _identity(tensor: Tensor) -> str:
 
 
 class Split(Protocol):
-    """Samples by number. A split whose samples differ has `target_count(rows)` too: targets that aren't `IGNORED`."""
+    """Samples by number.
+
+    Attributes:
+        targets_per_sample: how many of a sample's targets aren't `IGNORED`. A split whose samples differ has
+            `target_count(rows)` too, how many all of these have.
+    """
 
     @property
     def targets_per_sample(self) -> int:

@@ -21,7 +21,12 @@ if TYPE_CHECKING:
 
 
 class Batch(Protocol):
-    """The input of a model."""
+    """The input of a model.
+
+    Attributes:
+        inputs: what a forward takes: one tensor, or tensors by the names of its arguments.
+        targets: class numbers; -100 where there is nothing to predict.
+    """
 
     @property
     def inputs(self) -> Any:
