@@ -65,7 +65,13 @@ def main(arguments: Sequence[str] | None = None) -> Any:
     preflight(config, World(0, workers.most, 0, workers.most)).hold.release(refused=True)
     prepare(options.address)
     with plain_lines(), cluster(options):
-        result = fit(options, config, storage, name, surroundings(config))
+        try:
+            result = fit(options, config, storage, name, surroundings(config))
+        except TrainingFailed as error:
+            on = (
+                "the same --run-dir, or --storage-path and --name, goes on; --max-failures N restarts workers by itself"
+            )
+            raise TrainingFailed(f"{error}\n{on}") from None
         print("\n".join(artifacts(RunDir(str(config.run_dir)).files)))
         return result
 
@@ -275,9 +281,6 @@ def run_as_program(main: Callable[[Sequence[str]], Any]) -> None:
             main(sys.argv[1:])
         except TrainingFailed as error:
             tell(f"error: {error}")
-            tell(
-                "the same --run-dir, or --storage-path and --name, goes on; --max-failures N restarts workers by itself"
-            )
             sys.exit(1)
         except KeyboardInterrupt:
             tell("interrupted; the same --run-dir, or --storage-path and --name, goes on")

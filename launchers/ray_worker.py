@@ -74,7 +74,7 @@ def _as_started(job: dict[str, Any]) -> None:
         os.chdir(job["folder"])  # so that relative paths mean here what they meant where the run was started
 
 
-def kept_by_ray() -> Any:
+def checkpoint_config() -> Any:
     """Ray's CheckpointConfig of this trainer: which of the checkpoints that were reported it keeps.
 
     Private: a worker's public context lacks its RunConfig. tests/launchers/test_ray_users.py fails when it moves.
@@ -110,11 +110,12 @@ class Reporter:
         filesystem: through which Ray reaches a run at a URL, the second of `ray_train.ray_storage`; None for a folder.
         background: the run has `--async-checkpoint`.
 
-    Raises ConfigError if Ray is to choose which checkpoints stay. They are the run's own, and the newest would go, too.
+    Raises ConfigError if Ray is to delete checkpoints, which are the run's own: the newest would go, too; or to rank
+    them, as it would name those that the run has removed.
     """
 
     def __init__(self, run: RunDir, filesystem: Any, *, background: bool) -> None:
-        asked = kept_by_ray()
+        asked = checkpoint_config()
         if (kept := asked.num_to_keep) is not None:
             raise ConfigError(
                 f"CheckpointConfig(num_to_keep={kept}): Ray would delete the run's own checkpoints; leave that out, "

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor
 
@@ -181,6 +180,7 @@ def require_documents_apart(config: Config, engine: Engine, dataset: Dataset, de
     if not isinstance(inputs, dict) or "document_ids" not in inputs:
         return
     from fsdp2_extra.models.causal import sees_documents, two_documents
+    from fsdp2_extra.text.header_lines import longest
 
     length = 8 * config.tp * config.sp
     tokens = torch.arange(2 * length, device=device).repeat(3, 1) % 8
@@ -191,7 +191,7 @@ def require_documents_apart(config: Config, engine: Engine, dataset: Dataset, de
             f"--dataset {config.dataset} with --model {config.model}: a document sees those before it in the same "
             "sequence; use --documents together to train it so"
         )
-    least, most = length, min(config.seq_len, _longest(dataset))
+    least, most = length, min(config.seq_len, longest(dataset))
     if most <= least or not _follows_positions(config, engine, tokens, length, most):
         return
     while most - least > 1:
@@ -203,15 +203,6 @@ def require_documents_apart(config: Config, engine: Engine, dataset: Dataset, de
         "of its microbatch's longest document, so a document's loss would depend on those beside it; use --seq-len "
         f"{least}, or for text --documents together, where all sequences have one length"
     )
-
-
-def _longest(dataset: Dataset) -> int:
-    """The tokens of the longest document: no position of the data is behind it."""
-    about = dataset.about
-    others = [one for _, one, _ in about.get("mixed", [])] + [one[1] for one in [about.get("evaluated")] if one]
-    parts = [part for split in ("train", "test") for part in about.get(split, [])]
-    sizes = [int(numpy.diff(part.ends, prepend=0).max()) for part in parts if len(part.ends)]
-    return max([*sizes, *map(_longest, others)], default=0)
 
 
 def _follows_positions(config: Config, engine: Engine, tokens: Tensor, length: int, far: int) -> bool:
@@ -230,5 +221,11 @@ def _follows_positions(config: Config, engine: Engine, tokens: Tensor, length: i
     for one in (rows, others, moved):
         logits.append(_logits(config, engine, one, slice(length, None))[1])
         buffers.append([buffer.clone() for buffer in engine.model.buffers()])
-    follow = any(torch.equal(*one[:2]) and not torch.equal(*one[1:]) for one in zip(*buffers, strict=True))
+    follow = any(_agree(*one[:2]) and not _agree(*one[1:]) for one in zip(*buffers, strict=True))
     return any(gather(follow or _differ(torch.stack(logits))))
+
+
+def _agree(one: Tensor, other: Tensor) -> bool:
+    """Return whether the values that both have are equal: a table that has only become longer changes none."""
+    both = tuple(slice(min(sizes)) for sizes in zip(one.shape, other.shape, strict=False))
+    return one.dim() == other.dim() and torch.equal(one[both], other[both])

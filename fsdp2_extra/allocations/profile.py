@@ -27,7 +27,10 @@ CPU, CUDA = 0, 1  # the device types in a trace
 
 
 class Profile(AbstractContextManager["Profile"]):
-    """Profiles the first six steps, and writes `rank<r>_trace.json.gz` at its end; see https://ui.perfetto.dev."""
+    """Profiles the first six steps, and writes `rank<r>_trace.json.gz` at its end; see https://ui.perfetto.dev.
+
+    `write` takes a name and bytes for a file of the run.
+    """
 
     def __init__(self, rank: int, device: torch.device, write: Callable[[str, bytes], Any]) -> None:
         self.rank, self.device, self.write = rank, device, write

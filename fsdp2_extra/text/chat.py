@@ -170,8 +170,8 @@ class Chat:
             fewer_tools = [[]] if (these := hash(json.dumps(tools))) in self._printed else _one_less(tools)
             what = ["has tools"] * any(render(messages, fewer or None) == text for fewer in fewer_tools)
         if what:
-            system = bool(found) and messages[found[0][0]]["role"] == "developer"
-            fix = "add --chat-fields system-role=developer" if system else "leave it out"
+            developer = bool(found) and messages[found[0][0]]["role"] == "developer"
+            fix = "add --chat-fields system-role=developer" if developer else "leave it out"
             raise UnusableText(
                 f"{where}: {printable(what[0][:80])}, and the chat template doesn't print it; give a template that "
                 f"does, or {fix}"
@@ -282,7 +282,8 @@ def _by_prefixes(text: str, messages: list[Any], render: Callable[..., str], whe
             (turn[at:] for at in chain([0], ends) if text.startswith(turn[at:], begin) and turn[at:].strip()), ""
         )
         if not (turn and after.startswith(before) and text.startswith(before)):
-            leave = "" if message.get("content") else "it has no content: leave the conversation out, or "
+            empty = not (message.get("content") or message.get("tool_calls"))
+            leave = "" if not empty else "it has no content: leave the conversation out, or "
             raise UnusableText(
                 f"{where}: the chat template shows message {number + 1}, or those before it, differently when "
                 f"more follows, so an answer's prompt can't be found; {leave}mark answers in the template by "

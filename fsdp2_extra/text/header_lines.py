@@ -52,8 +52,8 @@ def _training(dataset: Dataset, each: int | None) -> list[str]:
             found.append(f"  {got} of {source}, each {times}{other}")
             if count > OFTEN * len(one.train):
                 found.append(
-                    f"    warning: an epoch has each sequence of {source} {times}, of which more than {OFTEN} teach "
-                    "little; give it a smaller share, or all of them none, which reads each once"
+                    f"    warning: an epoch has each sequence of {source} {times}; beyond {OFTEN}, repeats teach "
+                    "little; give it a smaller share, or give no shares, which reads each once"
                 )
             found += [f"    {line}" for line in _training(one, each)]
         return found
@@ -146,6 +146,16 @@ def _sizes(*splits: Documents | Conversations) -> tuple[int, int, int]:
                 longest = max(longest, int((ends - begins).max()))
                 cut += int((begins // split.seq_len != (ends - 1) // split.seq_len).sum())
     return shortest, longest, cut
+
+
+def longest(dataset: Dataset) -> int:
+    """The tokens of the longest document of what is trained and evaluated on: no position is behind it."""
+    about = dataset.about
+    others = [one for _, one, _ in about.get("mixed", [])] + [
+        one for _, one in [about.get("evaluated", ("", None))] if one
+    ]
+    parts = [*about.get("train", []), *about.get("test", [])]
+    return max(_sizes(*parts)[1], *map(longest, others), 0)
 
 
 def _name(token: str) -> str:

@@ -26,7 +26,7 @@ SOON = 4 << 20  # bytes of text that are tokenised in a second or two
 
 
 class Text:
-    """Makes tokens of plain text, in a file's lines of .jsonl or rows of .parquet that of `field`; an `Encoder`."""
+    """Makes tokens of plain text, which a line of .jsonl or a row of .parquet has as its `field`; an `Encoder`."""
 
     kind: str = "text"
     suffixes: tuple[str, ...] = SUFFIXES

@@ -26,7 +26,10 @@ def _read(tokens: numpy.ndarray, places: numpy.ndarray, size: int | None) -> num
 
 
 class _Windows(InBatches):
-    """Windows of `seq_len` of a row of tokens, below `size` if it is known; those below say how it is cut or packed."""
+    """Windows of `seq_len` of a row of tokens; those below say how it is cut or packed.
+
+    Each token is below `size`, None if that isn't known; other tokens have another `content`.
+    """
 
     def __init__(
         self, tokens: numpy.ndarray, seq_len: int, *, apart: bool, content: str = "", size: int | None = None

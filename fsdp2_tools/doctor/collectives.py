@@ -126,7 +126,7 @@ def ask_collectives(asker: Asker, sizes: list[int], hosts: Hosts) -> tuple[dict[
 
 
 def guilty(fails: Callable[[Sequence[int]], bool], members: Sequence[int]) -> list[int]:
-    """The one rank, or the two, with which a group `fails`, as that of all members has, by bisection.
+    """Bisect for the one rank, or the two, with which a group `fails`; that of all members has failed.
 
     The shortest group from the front that fails ends with one of them. With that one at the end of each group, the
     shortest that fails has the other one before it.

@@ -51,7 +51,7 @@ def status(rows: Iterable[Row]) -> int:
 
 
 class Hosts:
-    """The host of each rank, `found` as its (name, own address): containers and namespaces may share a name."""
+    """The host of each rank, by the name and own address that it `found`: containers may share a name."""
 
     def __init__(self, found: Mapping[int, tuple[str, str]]) -> None:
         addresses: dict[str, set[str]] = {}

@@ -13,7 +13,7 @@ SHOWN = 6  # groups, of each number of ranks
 
 
 def lines(plans: Sequence[Plan], gpu: Gpu, tokens: float | None) -> list[str]:
-    """A column for each number of ranks, what computation waits for, where rates are from, what so many tokens cost."""
+    """A column for each number of ranks: the computation's waits, the rates' source, and what so many tokens cost."""
     if gpu.speed is None:
         return ["", f"no time is planned: the table of {gpu.name} says nothing of its speed (docs/plan.md)"]
     timed = [(plan, plan.time) for plan in plans if plan.time is not None]

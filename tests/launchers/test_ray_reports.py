@@ -38,7 +38,7 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Told:
 
     monkeypatch.setattr("ray.train.report", report)
     monkeypatch.setattr(ray_worker, "broadcast", lambda value: value)
-    monkeypatch.setattr(ray_worker, "kept_by_ray", CheckpointConfig)
+    monkeypatch.setattr(ray_worker, "checkpoint_config", CheckpointConfig)
     monkeypatch.setattr(ray_worker, "kept_in", lambda: str(tmp_path))
     monkeypatch.setattr(ray_worker, "placement", dict)
 

@@ -357,3 +357,24 @@ def sees_later_behind_a_projection() -> ModelSpec:
 
 def sees_documents_behind_a_head() -> ModelSpec:
     return _mixing(causal=True, zeros="head")
+
+
+class Growing(nn.Module):
+    """No token sees another, and a table of places becomes longer where one is behind its end."""
+
+    table: Tensor
+
+    def __init__(self, vocab_size: int = 256) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(vocab_size, WIDTH), nn.Linear(WIDTH, vocab_size)
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
+        self.register_buffer("table", torch.zeros(0, WIDTH), persistent=False)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, document_ids: Tensor) -> Tensor:
+        if (end := int(position_ids.max()) + 1) > len(self.table):
+            self.table = torch.arange(end)[:, None].expand(-1, WIDTH).cos()
+        return self.head(self.blocks[0](self.embedding(input_ids) + self.table[position_ids]))
+
+
+def growing() -> ModelSpec:
+    return dataclasses.replace(_mixing(causal=True, zeros="none"), make=Growing)

@@ -168,3 +168,9 @@ def test_a_table_that_no_document_reaches_is_no_reason(tmp_path: Path) -> None:
     for i in range(200):
         (tmp_path / "text" / f"{i}.txt").write_text(f"no {i} is")
     assert len(trained(tmp_path / "model", TABLES["dynamic"], f"--dataset=text:{tmp_path / 'text'}")) == 2
+
+
+def test_a_table_that_becomes_longer_is_no_reason(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("A document of more tokens than any trial has. " * 60)
+    line = ["--strategy=none", "--max-steps=1", "--seq-len=128", f"--dataset=text:{tmp_path / 'a.txt'}"]
+    main(parse([*flags("tests.others.own:growing", tmp_path / "run", *line), "--no-save-model"]))

@@ -67,7 +67,7 @@ def speaks(variables: Mapping[str, str]) -> bool:
 
 
 def require_address(address: str, *, say: bool, seconds: float = SECONDS_TO_RESOLVE) -> None:
-    """Wait until the host of rank 0 has an address, and `say` so. Raises ConfigError if it has none after some seconds.
+    """Wait until the host of rank 0 has an address; `say` tells of it. Raises ConfigError if it has none after seconds.
 
     torch would try for half an hour.
     """
